@@ -31,7 +31,7 @@ from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.inventory.layouts import standalone_offers
 from kubelet_plugin.inventory.published_devices import PublishPolicy
 from kubelet_plugin.plan.instructions import Instructions
-from kubelet_plugin.plan.memory import PlanStore, RememberedPlan
+from kubelet_plugin.plan.memory import RememberedPlan
 from kubelet_plugin.plan.mode import PLUGIN_TIMING, ModeChoice, ModeTiming
 
 MODE_CHECK_INTERVAL_SECONDS = 1.0
@@ -69,29 +69,29 @@ class PlanFollower:
         instructions: Instructions,
         inventory: Inventory,
         fields: KeptFields,
-        store: PlanStore,
+        memory: RememberedPlan,
         changes: ChangeNotifier,
         layouts: Layouts = NO_LAYOUTS,
         timing: ModeTiming = PLUGIN_TIMING,
     ) -> None:
-        self.memory = RememberedPlan(store)
-        self.mode = ModeChoice(instructions, inventory, fields, self.memory, timing)
+        self.memory, self.mode = memory, ModeChoice(instructions, inventory, fields, memory, timing)
         self._instructions, self._inventory, self._fields = instructions, inventory, fields
         self._changes, self._layouts = changes, layouts
         self._lock = threading.Lock()
         self._has_published = False
-        self.publication = Publication(self.memory.now.offer_mode)
+        self.publication = Publication(self.memory.now.offer_mode, dropped=fields.dropped)
 
     def published(self, slices: PresentSlices) -> list[PublishedGpu]:
         """The devices to publish now, given the node's ``slices`` at the API server."""
         with self._lock:
             mode_changed = self.mode.choose()
             last = self.publication
-            before = last.names if self._has_published else self._published_before_start(slices)
+            # A kubelet that starts, or that has not seen the plugin for long, deletes the slices.
+            before = last.names if self._has_published else {*slices.device_names(), *self.memory.now.published}
             if self.mode.is_waiting and (before or not self.mode.awaits_plan()):
                 self.mode.stop_waiting()
                 mode_changed = True
-            policy = PublishPolicy(offers=frozenset()) if self.mode.is_waiting else self._policy(before)
+            policy = PublishPolicy(offers=frozenset()) if self.mode.is_waiting else self._policy(frozenset(before))
             gpus, left_out = self._without_lost_counters(self._inventory.published(policy), slices)
             self._publish(gpus, left_out, policy)
             differs = self.publication != last
@@ -170,8 +170,3 @@ class PlanFollower:
         lost = {gpu.gpu.uuid for gpu in gpus if gpu.counted and not slices.has_counters(gpu)}
         left_out = sorted(device.name for gpu in gpus if gpu.gpu.uuid in lost for device in gpu.offers)
         return [replace(gpu, unpublished=True) if gpu.gpu.uuid in lost else gpu for gpu in gpus], tuple(left_out)
-
-    def _published_before_start(self, slices: PresentSlices) -> frozenset[str]:
-        """The devices in the slices and those that the last process published: a kubelet that starts, or that has not
-        seen the plugin for long, deletes the slices."""
-        return frozenset(slices.device_names()) | frozenset(self.memory.now.published)

@@ -62,7 +62,9 @@ class WatchedInstructions:
 
         self._plans = _PlanCache(client, PATH, GpuNodePlan, without_status, plan_changed, selector)
         self._heartbeat = HeartbeatWatch(client, namespace, on_change=plan_changed)
-        self._labels = WatchCache(client, NODES_PATH, Node, _publish_label, label_changed, selector)
+        self._labels = WatchCache(
+            client, NODES_PATH, Node, lambda node: node.metadata.labels.get(PUBLISH, ""), label_changed, selector
+        )
         self.alive = self._heartbeat.alive
         self.loops: tuple[Callable[[threading.Event], None], ...] = (
             self._plans.run,
@@ -91,12 +93,7 @@ class WatchedInstructions:
         return (label if label in PUBLISH_VALUES else self._default) == COMPLETE
 
     def uninstalling(self) -> bool:
-        """Whether Tessera is being uninstalled."""
         return self._heartbeat.leaving
-
-
-def _publish_label(node: Node) -> str:
-    return node.metadata.labels.get(PUBLISH, "")
 
 
 def without_status(plan: GpuNodePlan) -> GpuNodePlan:

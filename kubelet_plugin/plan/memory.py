@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -33,41 +33,13 @@ class PlanMemory(msgspec.Struct, frozen=True):
 PLAN_FILE = msgspec.json.Decoder(PlanMemory)
 
 
-class PlanStore(Protocol):
-    """Where the memory outlives the process."""
-
-    def load(self) -> PlanMemory | None:
-        """What was saved last; None on a new node, or if that cannot be read."""
-
-    def save(self, memory: PlanMemory, *, durable: bool) -> None:
-        """Save ``memory``. Raises StateError."""
-
-
-class PlanFile:
-    """``plan.json`` in the state directory."""
-
-    def __init__(self, state_dir: Path) -> None:
-        self._path = state_dir / "plan.json"
-
-    def load(self) -> PlanMemory | None:
-        try:
-            return PLAN_FILE.decode(self._path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except (OSError, msgspec.MsgspecError) as error:
-            log.warning("can't read the plan mode of the last start", extra={"error": f"{self._path}: {error}"})
-            return None
-
-    def save(self, memory: PlanMemory, *, durable: bool) -> None:
-        write_atomically(self._path, msgspec.json.encode(memory), durable=durable)
-
-
 class RememberedPlan:
-    """The memory at present. ``is_new``: nothing that can be read had been saved when this process started."""
+    """The memory at present, which this class keeps over no restart.
 
-    def __init__(self, store: PlanStore) -> None:
-        self._store = store
-        saved = store.load()
+    ``is_new``: nothing that can be read had been ``saved`` when this process started.
+    """
+
+    def __init__(self, saved: PlanMemory | None) -> None:
         self.is_new = saved is None
         self.now = saved or PlanMemory(new_epoch(), PlanMode.STANDALONE)
         self._is_saved = True
@@ -79,10 +51,30 @@ class RememberedPlan:
             return
         self.now, self._is_saved = changed, False
         try:
-            self._store.save(changed, durable=durable)
+            self.save(changed, durable=durable)
             self._is_saved = True
         except StateError as error:
             log.error("can't save the plan mode for the next start", extra={"error": str(error)})
+
+    def save(self, memory: PlanMemory, *, durable: bool) -> None:
+        """Save ``memory`` for the next process. Raises StateError."""
+
+
+class PlanFile(RememberedPlan):
+    """The memory in ``plan.json`` in the state directory."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._path = state_dir / "plan.json"
+        try:
+            super().__init__(PLAN_FILE.decode(self._path.read_bytes()))
+        except FileNotFoundError:
+            super().__init__(None)
+        except (OSError, msgspec.MsgspecError) as error:
+            log.warning("can't read the plan mode of the last start", extra={"error": f"{self._path}: {error}"})
+            super().__init__(None)
+
+    def save(self, memory: PlanMemory, *, durable: bool) -> None:
+        write_atomically(self._path, msgspec.json.encode(memory), durable=durable)
 
 
 def new_epoch() -> str:

@@ -1,21 +1,30 @@
-"""The node's writes to the API server about its plan: its status, and the release of the controller's fence."""
+"""The node's writes to the API server about its plan.
+
+Its status, from which the controller and operators learn of the node; and the release of the controller's fence.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import msgspec
 
 from driver.errors import CONFLICT, FORBIDDEN, ApiError
 from driver.kube.client import KubeClient
 from driver.kube.reads import owner_reference
+from driver.kube.types import GpuNodePlan
 from driver.kube.work_loop import Loop, MakeLoop
-from driver.model.plan import API_VERSION, FENCE, KIND, PATH, PlanStatus
+from driver.model.device import Device
+from driver.model.offer import Offer
+from driver.model.plan import API_VERSION, FENCE, KIND, PATH, OfferMode, PlanMode, PlanStatus, Summary, described, line
 from driver.slices.pool_names import Pool
+from kubelet_plugin.health.monitor import HealthMonitor
+from kubelet_plugin.inventory.inventory import Inventory
+from kubelet_plugin.plan.follower import PlanFollower, Publication
 from kubelet_plugin.plan.instructions import Instructions
 from kubelet_plugin.plan.mode import ModeChoice
-from kubelet_plugin.plan.report import PlanReport
 
 STATUS_COALESCE_SECONDS, RELEASE_COALESCE_SECONDS = 0.5, 0.05
 
@@ -25,6 +34,58 @@ claims and slices."""
 
 CREATE_INTERVAL_SECONDS = 30.0
 """Time until a node that may not create its plan tries again."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """Thread-safe. ``health`` has the faults that operators can clear."""
+
+    follower: PlanFollower
+    inventory: Inventory
+    instructions: Instructions
+    health: HealthMonitor | None = None
+
+    def status(self) -> PlanStatus:
+        plan, publication, memory = self.instructions.plan(), self.follower.publication, self.follower.memory.now
+        states = self.inventory.states()
+        is_followed = plan is not None and memory.mode is PlanMode.PLANNED
+        return PlanStatus(
+            observed_generation=plan.metadata.generation if plan else 0,
+            epoch=memory.epoch,
+            mode=memory.mode,
+            summary=Summary(len(states), len(publication.held), publication.open_offers),
+            gpus=tuple(line(state) for state in states),
+            inventory=described(states),
+            refused=tuple(self._refused(plan, publication)) if plan is not None and is_followed else (),
+            faults=self.health.describe_faults() if self.health is not None else (),
+            offer_mode=publication.offer_mode,
+            dropped=publication.dropped,
+            left_out=publication.left_out,
+        )
+
+    def _refused(self, plan: GpuNodePlan, publication: Publication) -> Iterator[str]:
+        """One line for each offer of the plan that is not published, with the reason."""
+        devices = (device for gpu in self.inventory.gpus for device in self.inventory.devices_on(gpu))
+        by_offer = {device.offer: device for device in devices}
+        for text in plan.spec.offers:
+            offer = Offer.parse(text)
+            if offer is None or offer not in by_offer:
+                yield f"{text}: this node has no such device"
+            elif by_offer[offer].name not in publication.names:
+                yield f"{text}: {self._unpublished_reason(by_offer[offer], publication.offer_mode)}"
+            elif offer.gpu in self.follower.memory.now.unpublished:
+                # Held devices that the plan lacks keep the offers of an unpublished GPU from being published.
+                held = {device.name for device in self.inventory.held_on(by_offer[offer].gpu)}
+                if unplanned := ", ".join(sorted(held - plan.spec.held_devices)):
+                    yield f"{text}: the plan lacks a device of its GPU that a claim still has: {unplanned}"
+
+    def _unpublished_reason(self, device: Device, offer_mode: OfferMode) -> str:
+        conflict = self.inventory.conflict("", device)
+        if conflict is not None:
+            holder, held = conflict
+            return f"{holder.as_holder()} still has {held.name} on this node"
+        present = "held" if offer_mode is OfferMode.COUNTERS else "published"
+        return f"it does not fit beside the {present} devices, or its GPU can't be used at present"
 
 
 class PlanStatusWriter:
@@ -44,9 +105,7 @@ class PlanStatusWriter:
         loop: MakeLoop = Loop,
     ) -> None:
         self._client, self._node = client, node
-        self._instructions = instructions
-        self._report = report
-        self._clock = clock
+        self._instructions, self._report, self._clock = instructions, report, clock
         self._written: tuple[str, PlanStatus] | None = None
         self._written_at = 0.0
         self._loop = loop("writing the plan's status", self._write, STATUS_COALESCE_SECONDS)

@@ -23,7 +23,7 @@ from kubelet_plugin.inventory.inventory import ClaimReference, GpuSharing, Inven
 from kubelet_plugin.plan.follower import PlanFollower
 from kubelet_plugin.plan.memory import PlanMemory
 from kubelet_plugin.plan.mode import ModeTiming
-from kubelet_plugin.plan.report import PlanReport
+from kubelet_plugin.plan.writers import PlanReport
 from tests.support.following import GivenFields, GivenInstructions, GivenSlices, GivenStore
 from tests.support.gpus import gpu_of
 
@@ -63,7 +63,7 @@ class Node(RuleBasedStateMachine):
         fields = GivenFields(lambda: self.dropped)
         store, timing = GivenStore(self.memory, self.remember), ModeTiming(lambda: self.now, lambda: 0.5)
         self.follower = PlanFollower(instructions, self.inventory, fields, store, ChangeNotifier(), timing=timing)
-        self.report = PlanReport(self.follower, self.inventory, instructions, fields)
+        self.report = PlanReport(self.follower, self.inventory, instructions)
         self.builder = SliceBuilder(POOL)
 
     def remember(self, memory: PlanMemory) -> None:

@@ -51,7 +51,7 @@ from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.plan.follower import PlanFollower
 from kubelet_plugin.plan.memory import PlanMemory
 from kubelet_plugin.plan.mode import ModeTiming
-from kubelet_plugin.plan.report import PlanReport
+from kubelet_plugin.plan.writers import PlanReport
 from tests.support.fleets import possible
 from tests.support.following import GivenInstructions, GivenSlices, GivenStore
 from tests.support.gpus import gpu_of
@@ -155,7 +155,7 @@ class OneNode(RuleBasedStateMachine):
         instructions, fields = GivenInstructions(self.heard_plan, lambda: self.alive), KeptFields()
         store, timing = GivenStore(self.memory, self.remember), ModeTiming(lambda: self.now, lambda: 0.5)
         self.follower = PlanFollower(instructions, self.inventory, fields, store, ChangeNotifier(), timing=timing)
-        self.report = PlanReport(self.follower, self.inventory, instructions, fields)
+        self.report = PlanReport(self.follower, self.inventory, instructions)
         self.builder = SliceBuilder(POOL)
 
     def heard_plan(self) -> GpuNodePlan | None:

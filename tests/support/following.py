@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from driver.kube.types import GpuNodePlan
 from driver.slices.build import PublishedGpu
 from driver.slices.kept_fields import KeptFields
-from kubelet_plugin.plan.memory import PlanMemory
+from kubelet_plugin.plan.memory import PlanMemory, RememberedPlan
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,12 @@ class GivenFields(KeptFields):
         return self._given()
 
 
-class GivenStore:
-    """A ``PlanStore`` that starts with ``memory`` and passes what is saved to ``keep``."""
+class GivenStore(RememberedPlan):
+    """Starts with ``memory`` and passes what is saved to ``keep``."""
 
     def __init__(self, memory: PlanMemory | None, keep: Callable[[PlanMemory], None] = lambda _: None) -> None:
-        self._memory, self._keep = memory, keep
-
-    def load(self) -> PlanMemory | None:
-        return self._memory
+        super().__init__(memory)
+        self._keep = keep
 
     def save(self, memory: PlanMemory, *, durable: bool) -> None:
         self._keep(memory)

@@ -25,9 +25,8 @@ from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.plan.follower import PlanFollower
 from kubelet_plugin.plan.instructions import Instructions
-from kubelet_plugin.plan.memory import PlanMemory, new_epoch
-from kubelet_plugin.plan.report import PlanReport
-from kubelet_plugin.plan.writers import FenceRelease, PlanStatusWriter
+from kubelet_plugin.plan.memory import PlanMemory, RememberedPlan, new_epoch
+from kubelet_plugin.plan.writers import FenceRelease, PlanReport, PlanStatusWriter
 
 
 class OwnSlices(SliceWriteObserver):
@@ -102,19 +101,6 @@ class FleetInstructions:
         return False
 
 
-class ForgottenPlan:
-    """A ``PlanStore`` of a node that starts in ``mode`` and keeps nothing over a restart."""
-
-    def __init__(self, mode: PlanMode) -> None:
-        self._mode = mode
-
-    def load(self) -> PlanMemory | None:
-        return PlanMemory(new_epoch(), self._mode)
-
-    def save(self, memory: PlanMemory, *, durable: bool) -> None:
-        """Nothing is saved."""
-
-
 class FleetNode:
     """One node; in mode PLANNED it starts like a node that followed plans before and offers nothing yet."""
 
@@ -134,11 +120,12 @@ class FleetNode:
         self.inventory = Inventory(gpus, number_gpus(gpus, {}))
         self._owner = owner
         changes = ChangeNotifier()
-        self.follower = PlanFollower(instructions, self.inventory, fields, ForgottenPlan(settings.mode), changes)
+        memory = RememberedPlan(PlanMemory(new_epoch(), settings.mode))
+        self.follower = PlanFollower(instructions, self.inventory, fields, memory, changes)
         self._builder = SliceBuilder(self.pool)
         slices = OwnSlices(client, self.pool, fields)
         self._publisher = Publisher(client, self.pool, self, fields, slices, slices, loop)
-        report = PlanReport(self.follower, self.inventory, instructions, fields)
+        report = PlanReport(self.follower, self.inventory, instructions)
         self._plan_status = PlanStatusWriter(client, self.name, instructions, report, loop=loop)
         self._fence_release = FenceRelease(client, settings.namespace, self.pool, self.follower.mode, loop)
         changes.subscribe(NodeChange.MODE, self.plan_changed)

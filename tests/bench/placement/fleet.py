@@ -36,8 +36,7 @@ from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuSharing, Inventory
 from kubelet_plugin.plan.follower import PlanFollower
 from kubelet_plugin.plan.instructions import WatchedInstructions
-from kubelet_plugin.plan.report import PlanReport
-from kubelet_plugin.plan.writers import PlanStatusWriter
+from kubelet_plugin.plan.writers import PlanReport, PlanStatusWriter
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.following import GivenFields, GivenInstructions, GivenStore
@@ -102,7 +101,7 @@ class FleetNode:
             instructions, self.inventory, dropped, GivenStore(None), changes, layouts=STATIC_LAYOUT
         )
         self.publisher = Publisher(client, self.pool, self, fields)
-        self.report = PlanReport(self.follower, self.inventory, instructions, dropped)
+        self.report = PlanReport(self.follower, self.inventory, instructions)
         self._plan_status = PlanStatusWriter(client, name, instructions, self.report)
         changes.subscribe(NodeChange.PLAN, self.notify)
         changes.subscribe(NodeChange.MODE, self.notify)

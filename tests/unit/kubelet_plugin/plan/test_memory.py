@@ -8,7 +8,7 @@ import pytest
 
 from driver.errors import StateError
 from driver.model.plan import PlanMode
-from kubelet_plugin.plan.memory import PlanFile, PlanMemory, RememberedPlan
+from kubelet_plugin.plan.memory import PlanFile, PlanMemory
 from tests.support.following import GivenStore
 
 
@@ -21,7 +21,7 @@ def test_what_could_not_be_saved_is_saved_by_the_next_call_although_nothing_diff
             raise StateError("no space left on device")
         saved.append(memory)
 
-    memory = RememberedPlan(GivenStore(None, keep))
+    memory = GivenStore(None, keep)
     memory.change(durable=True, unpublished=("GPU-1",))
     is_full = False
     memory.change(durable=True, unpublished=("GPU-1",))
@@ -35,12 +35,12 @@ def test_a_file_that_cannot_be_read_is_reported_and_the_node_starts_as_a_new_one
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
 ) -> None:
     (tmp_path / "plan.json").write_bytes(content)
-    memory = RememberedPlan(PlanFile(tmp_path))
+    memory = PlanFile(tmp_path)
     assert memory.is_new
     assert memory.now.mode is PlanMode.STANDALONE
     assert str(tmp_path / "plan.json") in caplog.records[0].__dict__["error"]
 
 
 def test_a_new_node_is_not_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert RememberedPlan(PlanFile(tmp_path)).is_new
+    assert PlanFile(tmp_path).is_new
     assert caplog.records == []
