@@ -40,7 +40,7 @@ def seconds_time(moment: datetime) -> str:
 
 def written_time(stamp: int) -> str:
     """``stamp`` (seconds since 1970) in the format of Kubernetes (RFC 3339, UTC)."""
-    return datetime.fromtimestamp(stamp, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return seconds_time(datetime.fromtimestamp(stamp, UTC))
 
 
 def read_time(text: str) -> int | None:

@@ -37,8 +37,6 @@ class PageRequest:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A complete response."""
-
     status: HTTPStatus
     body: bytes
     content_type: str = TEXT

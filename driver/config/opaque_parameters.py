@@ -10,7 +10,7 @@ Strict: a wrong apiVersion, kind, field, value or type is refused, all of them a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -145,9 +145,10 @@ def parse_parameters(raw: object, where: str, device: DeviceKind | None = None) 
     """
     if not isinstance(raw, Mapping):
         raise InvalidParameters(where, [Fault("parameters", shown(raw), "must be an object with apiVersion and kind")])
-    faults, group = _group(raw)
-    unknown_kind, model = _model(raw, group)
-    faults += unknown_kind
+    faults, version = _chosen(raw, "apiVersion", GROUPS, {})
+    group = GROUPS.get(version, TESSERA)
+    unknown_kind, kind = _chosen(raw, "kind", group.kinds, group.refused)
+    faults, model = faults + unknown_kind, group.kinds.get(kind)
     settings = {name: value for name, value in raw.items() if name not in {"apiVersion", "kind"}}
     try:
         parsed = None if model is None or faults else msgspec.convert(settings, model)
@@ -166,21 +167,12 @@ def devices_for(raw: object) -> frozenset[DeviceKind]:
         return frozenset()
 
 
-def _group(raw: Mapping[Any, Any]) -> tuple[list[Fault], Group]:
-    """The API version's kinds; where there is no such version, those that were most probably meant."""
-    written = raw.get("apiVersion")
-    version = written if isinstance(written, str) else ""
-    if version in GROUPS:
-        return [], GROUPS[version]
-    meant = nearest(version, GROUPS) or TESSERA.api_version
-    return [wrong_name("apiVersion", written, list(GROUPS), {})], GROUPS[meant]
-
-
-def _model(raw: Mapping[Any, Any], group: Group) -> tuple[list[Fault], type[Strict] | None]:
-    """The kind's schema; where there is no such kind, the one that was most probably meant, if any."""
-    written = raw.get("kind")
-    kind = written if isinstance(written, str) else ""
-    if kind in group.kinds:
-        return [], group.kinds[kind]
-    meant = nearest(kind, group.kinds) if kind not in group.refused else None
-    return [wrong_name("kind", written, list(group.kinds), group.refused)], group.kinds[meant] if meant else None
+def _chosen(
+    raw: Mapping[Any, Any], field: str, known: Iterable[str], refused: Mapping[str, str]
+) -> tuple[list[Fault], str]:
+    """The value of ``field``; where it is not one of ``known``, the one that was most probably meant, if any, or ""."""
+    names, written = list(known), raw.get(field)
+    name = written if isinstance(written, str) else ""
+    if name in names:
+        return [], name
+    return [wrong_name(field, written, names, refused)], (nearest(name, names) if name not in refused else None) or ""

@@ -55,8 +55,11 @@ class DeviceNodes:
         root = "" if self._driver_root == HOST else device_root(self._paths, self._driver_root).rstrip("/")
         needed = (f"/dev/nvidia{gpu.minor}", *CONTROL_NODES)
         present = [path for path in needed if os.access(f"{self._host}{root}{path}", os.F_OK)]
-        if len(present) < len(needed):
-            self._require(root, needed[0], present)
+        if missing := [path for path in (needed[0], *REQUIRED_NODES) if path not in present]:
+            raise HardwareError(
+                f"device node {', '.join(missing)} is missing under {self._paths.here(root)}: "
+                f"found {', '.join(present) or 'none'}; nvidia-modprobe creates them"
+            )
         runtime = str(self._paths.runtime_root).rstrip("/")
         return [DeviceNode(path, host_path=f"{runtime}{root}{path}") for path in present]
 
@@ -71,15 +74,6 @@ class DeviceNodes:
         minors = [self._number(file, DEVICE_FILE_MINOR, "DeviceFileMinor line") for file in files]
         capabilities = [DeviceNode(f"/dev/nvidia-caps/nvidia-cap{minor}", major=major, minor=minor) for minor in minors]
         return [*self.of_gpu(gpu), *capabilities]
-
-    def _require(self, root: str, gpu_node: str, present: Sequence[str]) -> None:
-        missing = [node for node in (gpu_node, *REQUIRED_NODES) if node not in present]
-        if missing:
-            existing = ", ".join(present) or "none"
-            raise HardwareError(
-                f"device node {', '.join(missing)} is missing under {self._paths.here(root)}: found {existing}; "
-                "nvidia-modprobe creates them"
-            )
 
     def _number(self, file: str, pattern: re.Pattern[bytes], missing: str) -> int:
         path = f"{self._host}{file}"

@@ -68,17 +68,11 @@ def read_memory_bandwidth(nvml: Any, handle: Any, product: str, memory_bytes: in
     if clock_mhz and width_bits:
         bandwidth: int = round(TRANSFERS_PER_CLOCK * clock_mhz * width_bits / 8 / 1000)
         return bandwidth
-    memory = _find(product, memory_bytes)
+    memory = known_memory(product, memory_bytes)
     return memory.bandwidth if memory else None
 
 
-def memory_type(product: str, memory_bytes: int) -> str | None:
-    """``HBM3``, ``GDDR6`` and so on, or None for a product that is not in the table."""
-    memory = _find(product, memory_bytes)
-    return memory.kind if memory else None
-
-
-def _find(product: str, memory_bytes: int) -> KnownMemory | None:
+def known_memory(product: str, memory_bytes: int) -> KnownMemory | None:
     rows = (memory for memory in PRODUCTS if re.search(memory.pattern, product))
     return next((memory for memory in rows if memory_bytes > memory.over_gib << 30), None)
 
@@ -112,6 +106,9 @@ def read_gpu(nvml: Any, handle: Any, index: int, root: Path, *, simulated: bool)
     profiles = tuple(read_profiles(nvml, handle)) if mig_mode is not None else ()
     product = text(nvml.nvmlDeviceGetName(handle))
     memory_bytes = nvml.nvmlDeviceGetMemoryInfo(handle).total
+    memory = known_memory(product, memory_bytes)
+    capability, cuda_driver = nvml.nvmlDeviceGetCudaComputeCapability(handle), nvml.nvmlSystemGetCudaDriverVersion_v2()
+    ecc_modes = fact(nvml.nvmlDeviceGetEccMode, handle)
     return Gpu(
         uuid=text(nvml.nvmlDeviceGetUUID(handle)),
         index=index,
@@ -119,22 +116,22 @@ def read_gpu(nvml: Any, handle: Any, index: int, root: Path, *, simulated: bool)
         product_name=product,
         brand=BRANDS.get(fact(nvml.nvmlDeviceGetBrand, handle), "Unknown"),
         architecture=ARCHITECTURES.get(fact(nvml.nvmlDeviceGetArchitecture, handle), "Unknown"),
-        cuda_compute_capability=_compute_capability(nvml, handle),
+        cuda_compute_capability=f"{capability[0]}.{capability[1]}.0",
         driver_version=semantic_version(text(nvml.nvmlSystemGetDriverVersion())),
-        cuda_driver_version=_cuda_driver_version(nvml),
+        cuda_driver_version=f"{cuda_driver // 1000}.{cuda_driver % 1000 // 10}.0",
         pci_bus_id=address,
         pcie_root=pcie_root(root, address),
         numa_node=numa_node(root, address),
         memory_bytes=memory_bytes,
         multiprocessors=max((profile.multiprocessors for profile in profiles), default=None),
-        memory_type=memory_type(product, memory_bytes),
+        memory_type=memory.kind if memory else None,
         memory_bandwidth=read_memory_bandwidth(nvml, handle, product, memory_bytes),
         pcie_generation=fact(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
         pcie_width=fact(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
         nvlink=read_nvlink(nvml, handle),
         nvlink_clique=None,  # requires all GPUs of the node
         fabric_clique=read_fabric_clique(nvml, handle),
-        ecc=_ecc(nvml, handle),
+        ecc=None if ecc_modes is None else bool(ecc_modes[0] == pynvml.NVML_FEATURE_ENABLED),
         mig_capable=bool(profiles),
         mig_mode=read_mig_mode(mig_mode, capable=bool(profiles)),
         memory_slices=max((place.start + place.size for p in profiles for place in p.placements), default=1),
@@ -197,18 +194,3 @@ def semantic_version(version: str) -> str:
     """``580.95.05`` as a semantic version: three numbers without leading zeros (``580.95.5``)."""
     numbers = [int(part) for part in version.split(".") if part.isdigit()]
     return ".".join(str(number) for number in (*numbers, 0, 0, 0)[:3])
-
-
-def _ecc(nvml: Any, handle: Any) -> bool | None:
-    modes = fact(nvml.nvmlDeviceGetEccMode, handle)
-    return None if modes is None else bool(modes[0] == pynvml.NVML_FEATURE_ENABLED)
-
-
-def _compute_capability(nvml: Any, handle: Any) -> str:
-    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    return f"{major}.{minor}.0"
-
-
-def _cuda_driver_version(nvml: Any) -> str:
-    version = nvml.nvmlSystemGetCudaDriverVersion_v2()
-    return f"{version // 1000}.{version % 1000 // 10}.0"

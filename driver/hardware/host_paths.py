@@ -59,7 +59,6 @@ class HostPaths:
         return _joined(self.runtime_root, path)
 
     def has(self, path: str) -> bool:
-        """Whether the path exists."""
         return os.access(_joined(self.root, path), os.F_OK)
 
     def read(self, path: str) -> str:

@@ -51,10 +51,10 @@ class MigOperations:
         if self.mig_enabled(gpu) != enabled:
             raise HardwareError(f"{what}: NVML says SUCCESS, but the mode is only pending; the GPU needs a reset")
 
-    def request_mig_mode(self, gpu: Gpu, *, enabled: bool) -> bool:
-        """Request a MIG mode; False where it takes effect only with a reset of the GPU."""
-        self._set_mig_mode(gpu, enabled=enabled)
-        return self.mig_enabled(gpu) == enabled
+    def request_mig_mode(self, gpu: Gpu) -> bool:
+        """Request MIG mode; False where it takes effect only with a reset of the GPU."""
+        self._set_mig_mode(gpu, enabled=True)
+        return self.mig_enabled(gpu)
 
     def partitions(self, gpu: Gpu) -> Sequence[Partition]:
         """All MIG instances that exist on ``gpu``, whoever made them; empty with MIG mode off."""
@@ -67,9 +67,7 @@ class MigOperations:
 
     def find_partition(self, gpu: Gpu, profile: Profile, placement: Placement) -> Partition | None:
         """The instance of ``profile`` at exactly ``placement``, complete or not."""
-        if not self.mig_enabled(gpu):
-            return None
-        return next((found for found in self._instances(gpu, profile) if found.placement == placement), None)
+        return self.find_if_mig_enabled(gpu, profile, placement)[1]
 
     def find_if_mig_enabled(self, gpu: Gpu, profile: Profile, placement: Placement) -> tuple[bool, Partition | None]:
         """Whether MIG mode is in force, by asking for the instances only; and the instance as ``find_partition``."""

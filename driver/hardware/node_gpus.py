@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from ctypes import CDLL
 from dataclasses import dataclass
 from functools import partial
@@ -68,8 +67,9 @@ class TimeoutRunner:
         earlier = self._hung.get(key)
         if earlier is not None and not earlier.done():
             raise HardwareError(f"it has not answered for more than {self._timeout_seconds:g} s")
-        pending: Future[T] = Future()
-        threading.Thread(target=_complete, args=(pending, call), name="nvml", daemon=False).start()
+        executor = ThreadPoolExecutor(1, thread_name_prefix="nvml")
+        pending = executor.submit(call)
+        executor.shutdown(wait=False)
         try:
             result = pending.result(self._timeout_seconds)
         except TimeoutError:
@@ -77,13 +77,6 @@ class TimeoutRunner:
             raise HardwareError(f"it did not answer within {self._timeout_seconds:g} s") from None
         self._hung.pop(key, None)
         return result
-
-
-def _complete(pending: Future[T], call: Callable[[], T]) -> None:
-    try:
-        pending.set_result(call())
-    except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-        pending.set_exception(error)
 
 
 def load_nvml(library: Path | None) -> Any:

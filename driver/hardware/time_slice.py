@@ -64,10 +64,12 @@ class TimeSliceTool:
 
     def _run(self, command: list[str], what: str) -> tuple[int, str]:
         """Run the tool; return exit status and output."""
+        # LD_PRELOAD of NVML only: a library path would also load the driver root's libc.
+        library = find_nvml(self._root) if self._needs_library else None
         try:
             process = subprocess.Popen(
                 command,
-                env=self._environment(),
+                env={**os.environ, **({"LD_PRELOAD": str(library)} if library else {})},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -84,8 +86,3 @@ class TimeSliceTool:
             threading.Thread(target=process.communicate, daemon=True, name="reap nvidia-smi").start()
             raise HardwareError(f"{what}: {command[0]} gave no answer in {NVIDIA_SMI_TIMEOUT_SECONDS:g} s") from error
         return process.returncode, output
-
-    def _environment(self) -> dict[str, str]:
-        """Environment with LD_PRELOAD of NVML only: a library path would also load the driver root's libc."""
-        library = find_nvml(self._root) if self._needs_library else None
-        return {**os.environ, **({"LD_PRELOAD": str(library)} if library else {})}

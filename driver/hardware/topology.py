@@ -112,7 +112,6 @@ def find_nics(root: Path) -> list[Nic]:
 
 
 def level(one: Place, other: Place) -> Level:
-    """Return the distance between ``one`` and ``other``."""
     if one.address == other.address:
         return Level.SELF
     if one.root is None or one.root != other.root:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -105,7 +106,6 @@ class HeartbeatWatch:
         self._cache = WatchCache(client, leases(namespace), Lease, lambda lease: lease, self._changed, selector)
 
     def run(self, stop: threading.Event) -> None:
-        """Watch until ``stop`` is set."""
         self._cache.run(stop)
 
     def alive(self) -> bool:
@@ -151,16 +151,12 @@ def is_silent(age: float | None) -> bool:
 
 def renewed_at(lease: Mapping[str, Any]) -> datetime | None:
     """Time of a Lease's last renewal by the API server's clock; other writes, such as of annotations, do not count."""
-    writers = lease["metadata"].get("managedFields") or ()
-    times = [_time(str(writer.get("time"))) for writer in writers if "f:renewTime" in str(writer.get("fieldsV1"))]
-    return max((time for time in times if time is not None), default=None)
-
-
-def _time(text: str) -> datetime | None:
-    try:
-        return datetime.fromisoformat(text)
-    except ValueError:
-        return None
+    times = []
+    for writer in lease["metadata"].get("managedFields") or ():
+        if "f:renewTime" in str(writer.get("fieldsV1")):
+            with suppress(ValueError):
+                times.append(datetime.fromisoformat(str(writer.get("time"))))
+    return max(times, default=None)
 
 
 def server_time(leases: Iterable[Mapping[str, Any]]) -> datetime:

@@ -182,10 +182,9 @@ class Recorder:
 
     def _refused(self, key: Identity, waiting: Waiting, error: ApiError) -> bool:
         transient = error.status is None or error.status == TOO_MANY_REQUESTS or error.status >= SERVER_ERROR
-        log.warning(
-            "an Event can't be written, trying again" if transient else "an Event can't be written",
-            extra={"object": waiting.about.name, "reason": waiting.reason, "error": str(error)},
-        )
+        extra = {"object": waiting.about.name, "reason": waiting.reason, "error": str(error)}
+        text = "an Event can't be written, trying again" if transient else "an Event can't be written"
+        log.warning(text, extra=extra)
         if transient:
             with self._lock:
                 newer = self._waiting.get(key) or self._repeated.get(key)
@@ -201,7 +200,9 @@ class Recorder:
         name = event_name(key)
         written = self._written.get(key)
         count = waiting.count + (written.count if written else 0)
-        changed = _changed(waiting)
+        # The time when it happened, not when it could be written: Events are compared by their times.
+        changed = {"reason": waiting.reason, "message": waiting.message, "type": waiting.type}
+        changed["lastTimestamp"] = seconds_time(waiting.at)
         if written is None or self._client.patch_existing(f"{path}/{name}", {**changed, "count": count}) is None:
             count = waiting.count  # the Event is new, or it expired
             try:
@@ -227,12 +228,6 @@ class Recorder:
             "reportingInstance": self._instance,
             "firstTimestamp": seconds_time(waiting.at),
         }
-
-
-def _changed(waiting: Waiting) -> Object:
-    # The time when it happened, not when it could be written: Events are compared by their times.
-    at = seconds_time(waiting.at)
-    return {"reason": waiting.reason, "message": waiting.message, "type": waiting.type, "lastTimestamp": at}
 
 
 def event_name(key: Identity) -> str:

@@ -10,6 +10,7 @@ import logging
 import os
 import subprocess
 import sys
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -99,24 +100,14 @@ def read_kubeconfig_in_own_process(path: Path | None) -> Kubeconfig:
     return result.kubeconfig
 
 
-class _Problems(logging.Handler):
-    """Collects what the official client logs, such as the failure of an exec plugin."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def main(writing: int, path: Path | None) -> None:
     """Write the result of ``read_kubeconfig`` to the file descriptor ``writing``."""
-    problems = _Problems()
+    problems = BufferingHandler(1000)  # what the official client logs, such as the failure of an exec plugin
+    problems.setLevel(logging.WARNING)
     logging.getLogger().addHandler(problems)
     result: _Success | _Failure
     try:
-        result = _Success(read_kubeconfig(path), tuple(problems.texts))
+        result = _Success(read_kubeconfig(path), tuple(record.getMessage() for record in problems.buffer))
     except KubeconfigError as error:
         result = _Failure(str(error))
     with os.fdopen(writing, "wb") as pipe:

@@ -30,8 +30,6 @@ class ListMeta(msgspec.Struct, frozen=True, rename={"resource_version": "resourc
 
 
 class Page(msgspec.Struct, Generic[T], frozen=True):
-    """One page of a list."""
-
     metadata: ListMeta
     items: list[T] | None = None
 

@@ -71,8 +71,6 @@ class DeviceTaintRule(Struct, frozen=True):
 
 
 class SliceDevice(Struct, frozen=True):
-    """A device in a ResourceSlice."""
-
     name: str
     attributes: DeviceAttributes = DeviceAttributes()
     taints: tuple[DeviceTaint, ...] = ()

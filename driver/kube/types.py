@@ -63,8 +63,6 @@ class KubeObject(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A reference to an object, as in Events."""
-
     kind: str
     name: str
     namespace: str = ""
@@ -293,8 +291,6 @@ class ClaimStatus(Struct, frozen=True):
 
 
 class Claim(Struct, frozen=True):
-    """A ResourceClaim."""
-
     metadata: Metadata
     spec: ClaimSpec = ClaimSpec()
     status: ClaimStatus = ClaimStatus()
@@ -506,8 +502,6 @@ class PodGroupStatus(Struct, frozen=True):
 
 
 class PodGroup(Struct, frozen=True):
-    """A PodGroup of scheduling.k8s.io."""
-
     metadata: Metadata
     spec: PodGroupSpec = PodGroupSpec()
     status: PodGroupStatus = PodGroupStatus()
@@ -606,8 +600,6 @@ class WorkloadStatus(Struct, frozen=True):
 
 
 class KueueWorkload(Struct, frozen=True):
-    """A Workload of kueue.x-k8s.io."""
-
     metadata: Metadata
     spec: WorkloadSpec = WorkloadSpec()
     status: WorkloadStatus = WorkloadStatus()
@@ -624,7 +616,5 @@ class ClaimTemplateSpec(Struct, frozen=True):
 
 
 class ClaimTemplate(Struct, frozen=True):
-    """A ResourceClaimTemplate."""
-
     metadata: Metadata
     spec: ClaimTemplateSpec = ClaimTemplateSpec()

@@ -71,8 +71,6 @@ class Bookmark(msgspec.Struct, frozen=True):
 
 
 class Named(msgspec.Struct, frozen=True):
-    """The part that every object has."""
-
     metadata: ObjectMeta
 
 
@@ -101,9 +99,7 @@ class WatchCache(Generic[S, T]):
         selectors: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client = client
-        self._path = path
-        self._kind = kind
+        self._client, self._path, self._kind = client, path, kind
         self._read_plain_page = page_reader(kind)
         self._decoder = msgspec.json.Decoder(kind)
         self._project = project

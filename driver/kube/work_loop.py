@@ -32,9 +32,7 @@ class Backoff:
     """Doubling delays in seconds with full jitter, so that a fleet does not retry in step."""
 
     def __init__(self, first_s: float = 0.2, most_s: float = 30.0, jitter: Callable[[], float] = random.random) -> None:
-        self._first_s = first_s
-        self._most_s = most_s
-        self._jitter = jitter
+        self._first_s, self._most_s, self._jitter = first_s, most_s, jitter
         self._failures = 0
 
     def next_s(self) -> float:
@@ -105,11 +103,8 @@ class Loop:
         give_way: GiveWay = at_once,
         pool: LoopPool | None = None,
     ) -> None:
-        self._name = name
-        self._work = work
-        self._coalesce_seconds = coalesce_seconds
-        self._retry_delay = retry_delay
-        self._give_way = give_way
+        self._name, self._work, self._coalesce_seconds = name, work, coalesce_seconds
+        self._retry_delay, self._give_way = retry_delay, give_way
         self._pool = pool or LoopPool()
         self._backoff = Backoff()
         self._due = math.inf

@@ -116,7 +116,6 @@ class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
 
     @property
     def held_devices(self) -> frozenset[str]:
-        """Names of the held devices."""
         return frozenset(entry.partition(" ")[0] for entry in self.held)
 
     @property

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
+from msgspec.structs import replace
 
 ACTIVE_RATIO = 0.01
 """A device is idle as long as neither its SMs nor its memory bandwidth are used more than this."""
@@ -91,14 +92,12 @@ class UsageTotals(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
     def counted(self, now: float) -> UsageTotals:
         """With the time until ``now`` counted as allocated; a time before the last one changes nothing."""
         seconds = max(0.0, now - self.counted_at)
-        return msgspec.structs.replace(
-            self, counted_at=self.counted_at + seconds, allocated=self.allocated + self.slices * seconds
-        )
+        return replace(self, counted_at=self.counted_at + seconds, allocated=self.allocated + self.slices * seconds)
 
     def with_activity(self, activity: Activity, now: float) -> UsageTotals:
         """With ``activity`` added, which ended at ``now``."""
         busiest = activity.busiest
-        return msgspec.structs.replace(
+        return replace(
             self,
             measured=_sum(self.measured, None if busiest is None else 1.0, self.slices * activity.seconds),
             used=_sum(self.used, busiest, self.slices * activity.seconds),
@@ -109,7 +108,7 @@ class UsageTotals(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
 
     def resumed(self, now: float) -> UsageTotals:
         """Going on at ``now``, without the time between: its claim was not prepared, or the clock started over."""
-        return msgspec.structs.replace(self, counted_at=now, active_at=now)
+        return replace(self, counted_at=now, active_at=now)
 
 
 def _sum(total: float | None, rate: float | None, factor: float) -> float | None:

@@ -152,9 +152,13 @@ class GpuState(NamedTuple):
             if not self.mask and not self.shared:
                 yield Spot(FULL)
         elif kind.type is DeviceKind.SHARE:
-            yield from self._free_shares()
+            if self.shares and not self.mask and _has_room(self.shared, SLICE_VALUE // self.shares):
+                yield from (Spot(SHARE, at) for at in range(self.shares) if not self.numbers >> at & 1)
         elif not self.shared:
-            yield from self._free_placements(kind)
+            profile = kind.profile or ""
+            windows = self.geometry.windows.get(profile, ())
+            if windows and self.geometry.has_room(profile, self.taken):
+                yield from (Spot(kind, start_of(mask)) for mask in windows if not mask & self.mask)
 
     def admits(self, spot: Spot) -> bool:
         return spot in self.spots(spot.kind)
@@ -184,13 +188,3 @@ class GpuState(NamedTuple):
         [window] = [mask for mask in self.geometry.windows[profile] if start_of(mask) == spot.at]
         taken = tuple(a + b for a, b in zip(self.taken, self.geometry.usage[profile], strict=True))
         return self._replace(mask=self.mask | window, taken=taken)
-
-    def _free_shares(self) -> Iterator[Spot]:
-        if not self.shares or self.mask or not _has_room(self.shared, SLICE_VALUE // self.shares):
-            return
-        yield from (Spot(SHARE, at) for at in range(self.shares) if not self.numbers >> at & 1)
-
-    def _free_placements(self, kind: OfferKind) -> Iterator[Spot]:
-        windows = self.geometry.windows.get(kind.profile or "", ())
-        if windows and self.geometry.has_room(kind.profile or "", self.taken):
-            yield from (Spot(kind, start_of(mask)) for mask in windows if not mask & self.mask)

@@ -131,7 +131,6 @@ class RankedClique:
         self._best: dict[OfferKind, Ranked | None] = {}
 
     def admits(self, position: int, spot: Spot) -> bool:
-        """Whether ``spot`` is possible on the GPU at ``position``."""
         return spot in self.gpus[position].places(spot.kind)
 
     def rank(self, position: int, spot: Spot) -> Terms:

@@ -189,7 +189,6 @@ def _device(device: Device, counters: list[Content], taints: list[Content]) -> C
 
 
 def slice_spec(content: Content, pool: Pool, generation: int, count: int) -> Content:
-    """The spec of a slice with that content."""
     of_pool = {"name": pool.name, "generation": generation, "resourceSliceCount": count}
     return {"driver": pool.driver, "nodeName": pool.node, "pool": of_pool, **content}
 
@@ -213,7 +212,6 @@ MIB = 1 << 20
 
 
 def counters_of_gpu(gpu: Gpu) -> Counters:
-    """The counter set's counters."""
     slices = {f"memory-slice-{i}": _value(SLICE_VALUE) for i in range(gpu.memory_slices)}
     limits = {limit.name: _value(limit.total) for limit in limits_of(gpu.profiles)}
     return slices | limits | {MEMORY: _value(memory_of_gpu(gpu))}

@@ -249,41 +249,26 @@ class Publisher:
         store: SliceStore | None = None,
         loop: MakeLoop = Loop,
     ) -> None:
-        self._client = client
-        self._pool = pool
-        self._source = source
+        self._client, self._pool, self._source = client, pool, source
         self._observer = observer or SliceWriteObserver()
         self._fields = fields
         self._owner: Mapping[str, Any] | None = None
         self._sent: dict[str, Stored] = {}
         self._reported: set[str] = set()
-        self._loop = loop("publishing slices", self._reconcile, COALESCE_INTERVAL_SECONDS)
+        work = loop("publishing slices", self._reconcile, COALESCE_INTERVAL_SECONDS)
+        self.notify, self.notify_within, self.run = work.notify, work.notify_within, work.run
         self.published = threading.Event()
         selector = {"fieldSelector": f"spec.nodeName={pool.node},spec.driver={pool.driver}"}
         self.cache = WatchCache(client, SLICES, Slice, _kept, lambda _: self.notify(), selector)
         self._store: SliceStore = store or self.cache
 
     def device_names(self) -> set[str]:
-        """The devices in the slices as they are."""
         specs = [item["spec"] for item in self._store.snapshot().values()]
         return {device["name"] for spec in specs for device in spec.get("devices") or ()}
 
     def has_counters(self, gpu: PublishedGpu) -> bool:
-        """Whether a device in the slice of ``gpu`` consumes counters: then an API server keeps all counters in it."""
         item = self._store.snapshot().get(Key("", self._pool.device_slice(gpu.number, divided=gpu.divided)))
         return item is not None and any(COUNTERS_FIELD in device for device in item["spec"].get("devices") or ())
-
-    def notify(self) -> None:
-        """Reconcile soon; cheap, from any thread."""
-        self._loop.notify()
-
-    def notify_within(self, seconds: float) -> None:
-        """Reconcile in so many seconds, or sooner along with something else."""
-        self._loop.notify_within(seconds)
-
-    def run(self, stop: threading.Event) -> None:
-        """Reconcile at every notification until ``stop`` is set (then call ``notify`` once more)."""
-        self._loop.run(stop)
 
     def _reconcile(self) -> None:
         if not self._store.synced:
@@ -294,7 +279,8 @@ class Publisher:
         if desired and not self._source.is_complete():
             first = min(desired)
             desired, missing = {first: desired[first]}, 1
-        todo = changes(desired, self._stored(), self._sent, self._pool, missing)
+        stored = {key.name: item for key, item in self._store.snapshot().items()}
+        todo = changes(desired, stored, self._sent, self._pool, missing)
         if todo.write and (self._owner is None or any(name not in todo.existing for name, _ in todo.write)):
             self._owner = self._source.owner()
         started = time.perf_counter()
@@ -303,15 +289,8 @@ class Publisher:
         if not todo:
             return
         self._observer.written(len(todo.write) + len(todo.delete), time.perf_counter() - started)
-        log.info(
-            "published slices",
-            extra={
-                "pool": self._pool.name,
-                "generation": todo.generation,
-                "written": len(todo.write),
-                "deleted": len(todo.delete),
-            },
-        )
+        counts = {"generation": todo.generation, "written": len(todo.write), "deleted": len(todo.delete)}
+        log.info("published slices", extra={"pool": self._pool.name, **counts})
 
     def _write(self, todo: Changes) -> None:
         existing = dict(todo.existing)
@@ -332,9 +311,6 @@ class Publisher:
                 self._delete(item)
             self._sent.pop(name, None)
             self._store.forget(Key("", name))
-
-    def _stored(self) -> dict[str, Object]:
-        return {key.name: item for key, item in self._store.snapshot().items()}
 
     def _put(self, desired: Object, existing: Object | None) -> Object:
         if existing is not None and existing["spec"]["pool"]["name"] != self._pool.name:

@@ -8,10 +8,16 @@ from typing import Any
 import pynvml
 import pytest
 
-from driver.hardware.discovery import memory_type, read_memory_bandwidth
+from driver.hardware.discovery import known_memory, read_memory_bandwidth
 from driver.simulator.description import known_descriptions, load_description
 from driver.simulator.products import facts
 from tests.support.published import discover
+
+
+def memory_type(product: str, memory_bytes: int) -> str | None:
+    memory = known_memory(product, memory_bytes)
+    return memory.kind if memory else None
+
 
 CARDS = {row["product"].partition(" (")[0]: row for row in facts("gpu_products")["products"]}
 GIB = 1 << 30
