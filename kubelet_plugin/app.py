@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from driver.clock import Clock
 from driver.hardware.host_paths import boot_id
 from driver.http import Check
-from driver.kube.client import KubeClient, load_configuration
+from driver.kube.client import ApiReach, KubeClient, load_configuration
 from driver.kube.events import Recorder
 from driver.kube.types import Claim
 from driver.model.device import number_gpus
@@ -38,22 +38,13 @@ from kubelet_plugin.dra.health_service import HealthService
 from kubelet_plugin.dra.service import DraService
 from kubelet_plugin.dra.sockets import PluginSockets, Registry, SocketServer
 from kubelet_plugin.health.monitor import HealthMonitor
-from kubelet_plugin.health.nvml_events import NvmlEventListener
 from kubelet_plugin.health.recorded_faults import HealthFile
 from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
 from kubelet_plugin.inventory.layouts import check_layouts, setting_warnings
 from kubelet_plugin.inventory.open_hardware import open_host, wait_for_driver
-from kubelet_plugin.inventory.scan import ScanLoop, Scanner
+from kubelet_plugin.inventory.scan import NvmlEventListener, ScanLoop, Scanner
+from kubelet_plugin.metrics import probes
 from kubelet_plugin.metrics.measurements import Measurements
-from kubelet_plugin.metrics.probes import (
-    CDI_REASONS,
-    PROBE,
-    STATE_REASONS,
-    DirectoryProbe,
-    HardwareCheck,
-    NodeProbes,
-    run_probes,
-)
 from kubelet_plugin.publishing import ApiAccess, Publishing
 from kubelet_plugin.reconcile.claim_activity import BackgroundWork, ClaimActivity
 from kubelet_plugin.reconcile.recovery import Orphans, recover
@@ -96,17 +87,16 @@ class NodePlugin:
         self._settings, self._sockets = settings, sockets
         self._stop = stop or threading.Event()
         self._changes = ChangeNotifier()
-        self._probes = NodeProbes(settings, self._stop)
+        self._probes = probes.NodeProbes(settings, self._stop)
         self._metrics = _metrics(settings)
         measurements = self._metrics or Measurements()
         self._step = StepRunner(observer, measurements.observe_step)
         self._background = BackgroundWork(ClaimActivity(), self._probes, measurements, self._step)
-        self._api = _api_access(settings, self._changes, self._probes, measurements)
+        self._api = _api_access(settings, self._changes, self._probes.reach, measurements)
         self._recorder = Recorder(self._api.client, NODE_USER_AGENT, settings.node_name)
         self._events = PluginEvents(self._recorder.event, settings.node_name, measurements.count_event)
         self._hardware = ExitStack()
         self._open_hardware()
-        self._watch_health()
         self._publishing = Publishing(
             settings, self._api, self._held, self._health, self._other_drivers, self._background, self._changes
         )
@@ -120,7 +110,7 @@ class NodePlugin:
         self._health.handle_scan(inventory.gpus)
 
     def _open_hardware(self) -> None:
-        """Open hardware, checkpoint and CDI directory, and discover the GPUs."""
+        """Open hardware, checkpoint and CDI directory, discover the GPUs, and watch their health."""
         settings, measurements = self._settings, self._background.measurements
         host, paths = self._hardware.enter_context(open_host(settings, lasting=True))
         checkpoint = Checkpoint(settings.state_dir)
@@ -142,11 +132,8 @@ class NodePlugin:
             locks=KeyedLocks(waited=measurements.lock_waited),
             boot=boot_id(paths),
         )
-        self._host = host
-
-    def _watch_health(self) -> None:
-        host, held, file = self._host, self._held, HealthFile(self._settings.state_dir)
-        self._health = HealthMonitor(host, held.inventory, held.checkpoint, file, self._changes, self._events)
+        self._host, file = host, HealthFile(settings.state_dir)
+        self._health = HealthMonitor(host, inventory, checkpoint, file, self._changes, self._events)
         self._listener = NvmlEventListener(host, self._health, self._scanner)
 
     def _prepare_claims(self) -> None:
@@ -190,14 +177,14 @@ class NodePlugin:
     def _check_readiness(self) -> None:
         """Define what ``/livez`` and ``/readyz`` check; probe the directories that a prepare writes to."""
         settings, held, clock = self._settings, self._held, Clock()
-        hardware = HardwareCheck(held.inventory)
+        hardware = probes.HardwareCheck(held.inventory)
         followers = (self._reconciler, self._health, hardware)
         give_way = self._background.activity.wait_idle(SCAN_DELAY_SECONDS)
         self._scan_loop = ScanLoop(self._scanner, held.inventory, followers, self._changes, give_way)
-        write = partial(probe, settings.state_dir / PROBE)
-        state = DirectoryProbe(settings.state_dir, write, STATE_REASONS, self._events, clock)
-        specs = DirectoryProbe(settings.cdi_dir, held.cdi.probe, CDI_REASONS, self._events, clock)
-        self._directory_probes = (state, specs)
+        write = partial(probe, settings.state_dir / probes.PROBE)
+        state = probes.DirectoryProbe(settings.state_dir, write, probes.STATE_REASONS, self._events, clock)
+        specs = probes.DirectoryProbe(settings.cdi_dir, held.cdi.probe, probes.CDI_REASONS, self._events, clock)
+        self._directory_probes = probes.DirectoryProbes(state, specs)
         self._ready = (
             Check("slices", self._publishing.not_ready),
             Check("hardware", hardware.failure),
@@ -238,7 +225,7 @@ class NodePlugin:
             self._recorder.run,
             self._scan_loop.run,
             self._reconciler.run,
-            self._probe_directories,
+            self._directory_probes.run,
             *((self._usage.run,) if self._usage else ()),
         )
         with ExitStack() as stack:  # the last to start is the first to stop, also if the next can't start
@@ -300,9 +287,6 @@ class NodePlugin:
         """Whether a claim is being worked on."""
         return self._background.activity.active
 
-    def _probe_directories(self, stop: threading.Event) -> None:
-        run_probes(self._directory_probes, stop)
-
     def _registered(self, accepted: bool, reason: str) -> None:
         self._probes.set_registered(accepted, reason)
         if accepted:
@@ -332,10 +316,10 @@ def _metrics(settings: NodeSettings) -> Metrics | None:
 
 
 def _api_access(
-    settings: NodeSettings, changes: ChangeNotifier, probes: NodeProbes, measurements: Measurements
+    settings: NodeSettings, changes: ChangeNotifier, reach: ApiReach, measurements: Measurements
 ) -> ApiAccess:
     fields = KeptFields(partial(changes.report, NodeChange.KEPT_FIELDS))
-    observe = fields.observer(probes.reach.observer(measurements.observe_request))
+    observe = fields.observer(reach.observer(measurements.observe_request))
     return ApiAccess(
         KubeClient(load_configuration(settings.kubeconfig, in_own_process=True), NODE_USER_AGENT, observe), fields
     )

@@ -20,43 +20,20 @@ class NodeEventSink(Protocol):
 
 
 class NodeChange(StrEnum):
-    """What has changed, by the part that reports it."""
+    """What has changed; the comment names the part that reports it."""
 
-    KEPT_FIELDS = "kept-fields"
-    """The fields of devices that the API server keeps may have changed (``KeptFields``)."""
-
-    PLAN = "plan"
-    """The plan, whether there is a controller, whether Tessera is being uninstalled (``WatchedInstructions``)."""
-
-    LABEL = "label"
-    """The label that selects what the node publishes (``WatchedInstructions``)."""
-
-    MODE = "mode"
-    """Whether the node follows the plan, is standalone, or publishes every device (``PlanFollower``)."""
-
-    PUBLISHED = "published"
-    """The published devices, of which the plan's status reports (``PlanFollower``)."""
-
-    RESERVATIONS = "reservations"
-    """The GPUs that are reserved for other drivers (``OtherDriverWatch``)."""
-
-    HARDWARE = "hardware"
-    """GPUs or partitions: a scan has found a difference (``ScanLoop``)."""
-
-    HEALTH = "health"
-    """Conditions of devices (``HealthMonitor``)."""
-
-    PREPARED = "prepared"
-    """A claim has new devices (``Preparer``)."""
-
-    RELEASED = "released"
-    """A claim has no devices any more (``ClaimCleanup``)."""
-
-    RELEASE_FAILED = "release-failed"
-    """The release of a claim has to be repeated (``ClaimCleanup``)."""
-
-    CDI_RESTORED = "cdi-restored"
-    """The CDI directory was missing and has been created again (``CdiDirectory``)."""
+    KEPT_FIELDS = "kept-fields"  # KeptFields: perhaps which fields of devices the API server keeps
+    PLAN = "plan"  # WatchedInstructions: the plan, whether there is a controller, whether Tessera is being uninstalled
+    LABEL = "label"  # WatchedInstructions: the label that selects what the node publishes
+    MODE = "mode"  # PlanFollower: whether the node follows the plan, is standalone, or publishes every device
+    PUBLISHED = "published"  # PlanFollower: the published devices, of which the plan's status reports
+    RESERVATIONS = "reservations"  # OtherDriverWatch: the GPUs that are reserved for other drivers
+    HARDWARE = "hardware"  # ScanLoop: GPUs or partitions
+    HEALTH = "health"  # HealthMonitor: conditions of devices
+    PREPARED = "prepared"  # Preparer: a claim has new devices
+    RELEASED = "released"  # ClaimCleanup: a claim has no devices any more
+    RELEASE_FAILED = "release-failed"  # ClaimCleanup: the release of a claim has to be repeated
+    CDI_RESTORED = "cdi-restored"  # CdiDirectory: the directory was missing and has been created again
 
 
 class ChangeNotifier:

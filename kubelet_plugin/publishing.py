@@ -24,8 +24,7 @@ from kubelet_plugin.metrics.measurements import Measurements
 from kubelet_plugin.plan.follower import PlanFollower
 from kubelet_plugin.plan.instructions import WatchedInstructions
 from kubelet_plugin.plan.memory import PlanFile
-from kubelet_plugin.plan.report import PlanReport
-from kubelet_plugin.plan.writers import FenceRelease, PlanStatusWriter
+from kubelet_plugin.plan.writers import FenceRelease, PlanReport, PlanStatusWriter
 from kubelet_plugin.reconcile.claim_activity import BackgroundWork
 from kubelet_plugin.reconcile.uninstall import Uninstall
 from kubelet_plugin.settings import NodeSettings
@@ -67,7 +66,7 @@ class Publishing:
             self._instructions, inventory, fields, PlanFile(settings.state_dir), changes, settings.layout
         )
         self.uninstall = Uninstall(self._instructions, held.checkpoint, held.cdi, settings.state_dir)
-        source = NodeSlices(client, held, self._follower, self.uninstall, other_drivers)
+        source = NodeSlices(client, held, self._follower, self.uninstall, other_drivers, SliceBuilder(pool))
         self._publisher = Publisher(
             client,
             pool,
@@ -77,7 +76,7 @@ class Publishing:
             loop=background.loop(SLICES_DELAY_SECONDS, probes.publishing),
         )
         self._watched = probes.publishing
-        report = PlanReport(self._follower, inventory, self._instructions, fields, health)
+        report = PlanReport(self._follower, inventory, self._instructions, health)
         loop = background.loop(STATUS_DELAY_SECONDS, probes.plan_status)
         self._plan_status = PlanStatusWriter(client, node, self._instructions, report, loop=loop)
         self._fence_release = FenceRelease(client, settings.namespace, pool, self._follower.mode)
@@ -96,11 +95,10 @@ class Publishing:
             self._follower.run,
         )
         self.readers = (self._publisher.cache.run, *self._instructions.loops)
-        self.device_names = self._publisher.device_names
-        """Names of the devices in the slices at the API server."""
+        self.device_names, self.notify_slices = self._publisher.device_names, self._publisher.notify
+        self.notify_claim_status, self.notify_plan_status = self._claim_status.notify, self._plan_status.notify
 
     def devices(self) -> list[Device]:
-        """The devices to publish."""
         devices = (self._inventory.device(name) for name in sorted(self._follower.publication.names))
         return [device for device in devices if device is not None]
 
@@ -114,18 +112,6 @@ class Publishing:
         self._publisher.notify()
         self._plan_status.notify()
         self._fence_release.notify()
-
-    def notify_slices(self) -> None:
-        """The slices may have been changed or deleted."""
-        self._publisher.notify()
-
-    def notify_claim_status(self) -> None:
-        """The status of claims may have changed."""
-        self._claim_status.notify()
-
-    def notify_plan_status(self) -> None:
-        """What the plan's status says may have changed."""
-        self._plan_status.notify()
 
     def plan_changed(self) -> None:
         if self._instructions.synced:
@@ -149,45 +135,42 @@ class Publishing:
         return None if device is None else self._health.unhealthy_reason(device)
 
 
+@dataclass(frozen=True, slots=True)
 class NodeSlices:
     """What the slices of the node contain (``SliceSource``)."""
 
-    def __init__(
-        self,
-        client: KubeClient,
-        held: HeldClaims,
-        follower: PlanFollower,
-        uninstall: Uninstall,
-        other_drivers: OtherDriverWatch,
-    ) -> None:
-        self._client, self._held = client, held
-        self._follower, self._uninstall, self._other_drivers = follower, uninstall, other_drivers
-        self._builder = SliceBuilder(held.pool)
+    client: KubeClient
+    held: HeldClaims
+    follower: PlanFollower
+    uninstall: Uninstall
+    other_drivers: OtherDriverWatch
+    builder: SliceBuilder
 
     def desired(self, slices: PresentSlices) -> Mapping[str, Content]:
-        if self._uninstall.due():
+        if self.uninstall.due():
             return {}
-        self._other_drivers.wait_until_known()
-        return self._builder.build(with_mig_uuids(self._follower.published(slices), self._held.checkpoint.records()))
+        self.other_drivers.wait_until_known()
+        return self.builder.build(with_mig_uuids(self.follower.published(slices), self.held.checkpoint.records()))
 
     def is_complete(self) -> bool:
-        return not self._follower.mode.is_waiting
+        return not self.follower.mode.is_waiting
 
     def owner(self) -> Mapping[str, Any]:
-        return owner_reference(self._client, self._held.pool.node)
+        return owner_reference(self.client, self.held.pool.node)
 
 
+@dataclass(frozen=True)
 class SliceObserver(SliceWriteObserver):
     """Makes every write of a slice a step, and counts the writes."""
 
-    def __init__(self, steps: StepRunner, measurements: Measurements) -> None:
-        self._steps, self._measurements = steps, measurements
+    steps: StepRunner
+    measurements: Measurements
 
     def step(self, step: SliceStep, slice_name: str) -> AbstractContextManager[object]:
-        return self._steps(NodeStep(step.value), slice=slice_name)
+        return self.steps(NodeStep(step.value), slice=slice_name)
 
     def written(self, count: int, seconds: float) -> None:
-        self._measurements.slices_written(count, seconds)
+        self.measurements.slices_written(count, seconds)
 
 
 def with_mig_uuids(gpus: Iterable[PublishedGpu], records: Iterable[ClaimRecord]) -> list[PublishedGpu]:

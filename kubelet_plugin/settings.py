@@ -31,7 +31,7 @@ from driver.model.gpu_settings import (
 )
 from driver.model.plan import CURATED, PUBLISH_VALUES
 
-NODE_NAME_LIMIT = 253
+NODE_NAME = re.compile(rf"(?=.{{1,253}}$){SUBDOMAIN.pattern}")
 
 SOCKET_PATH_LIMIT = 107
 """Maximum length of a unix socket's path (unix(7))."""
@@ -43,19 +43,16 @@ INTERVAL = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,3})?)(s|m)")
 INTERVAL_UNITS = {"s": 1.0, "m": 60.0}
 SHORTEST_USAGE_INTERVAL_SECONDS, LONGEST_USAGE_INTERVAL_SECONDS = 1.0, 600.0
 
-POD_UID_PATTERN = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9]{0,61}[A-Za-z0-9])?")
+POD_UID = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9]{0,61}[A-Za-z0-9])?")
 
 
-def _node_name(value: str) -> str:
-    if len(value) > NODE_NAME_LIMIT or not SUBDOMAIN.fullmatch(value):
-        raise ValueError("must be the name of a Node object: a DNS subdomain such as worker-1")
-    return value
+def _matching(pattern: re.Pattern[str], meaning: str) -> Callable[[str], str]:
+    def parse(value: str) -> str:
+        if not pattern.fullmatch(value):
+            raise ValueError(f"must be {meaning}")
+        return value
 
-
-def _gpus(value: str) -> str:
-    if value != "nvml" and not (value.startswith("sim:") and len(value) > len("sim:")):
-        raise ValueError("must be nvml, sim:NAME (see `tessera sim list`) or sim:FILE")
-    return value
+    return parse
 
 
 def _absolute(value: str | Path) -> Path:
@@ -65,12 +62,7 @@ def _absolute(value: str | Path) -> Path:
 
 
 def _one_of(*allowed: str) -> Callable[[str], str]:
-    def read(value: str) -> str:
-        if value not in allowed:
-            raise ValueError(f"must be {' or '.join(allowed)}")
-        return value
-
-    return read
+    return _matching(re.compile("|".join(allowed)), " or ".join(allowed))
 
 
 def _usage_interval(value: str) -> float:
@@ -81,10 +73,9 @@ def _usage_interval(value: str) -> float:
     return seconds
 
 
-def _pod_uid(value: str) -> str:
-    if not POD_UID_PATTERN.fullmatch(value):
-        raise ValueError("must be the uid of this process' pod (metadata.uid): letters, digits and dashes")
-    return value
+_node_name = _matching(NODE_NAME, "the name of a Node object: a DNS subdomain such as worker-1")
+_gpus = _matching(re.compile("nvml|sim:.+", re.DOTALL), "nvml, sim:NAME (see `tessera sim list`) or sim:FILE")
+_pod_uid = _matching(POD_UID, "the uid of this process' pod (metadata.uid): letters, digits and dashes")
 
 
 # No pydantic here: it costs the node plugin 8 MiB, and nothing else in it needs it before a claim has parameters.

@@ -8,15 +8,7 @@ from pathlib import Path
 
 from driver.errors import EnvironmentFault, StateError
 from kubelet_plugin.cdi.spec import CLASS, CdiDevice, SpecFormat, devices_in
-from kubelet_plugin.checkpoint.files import (
-    TEMPORARY,
-    probe,
-    read_if_exists,
-    remove,
-    reserve,
-    unreserve,
-    write_atomically,
-)
+from kubelet_plugin.checkpoint import files
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +24,7 @@ class CdiDirectory:
 
         ``restored`` is called whenever the directory was missing later and has been created again.
         """
-        self.specs = specs
-        self._directory = directory
-        self._restored = restored
+        self.specs, self._directory, self._restored = specs, directory, restored
         self._prefix = f"{specs.driver}-{CLASS}_"
         try:
             directory.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -47,36 +37,36 @@ class CdiDirectory:
         ``reserved``: space was reserved for it.
         """
         path, spec = self._path(uid), self.specs.encode(uid, devices)
-        if read_if_exists(path) == spec:
+        if files.read_if_exists(path) == spec:
             if reserved:
                 self.unreserve(uid)
             return False
         try:
             # The directory is in memory (/var/run); the checkpoint survives a reboot.
-            write_atomically(path, spec, durable=False, mode=SPEC_MODE, reserved=reserved)
+            files.write_atomically(path, spec, durable=False, mode=SPEC_MODE, reserved=reserved)
         except StateError:
             if not self.restore():
                 raise
-            write_atomically(path, spec, durable=False, mode=SPEC_MODE)
+            files.write_atomically(path, spec, durable=False, mode=SPEC_MODE)
         return True
 
     def reserve(self, uid: str, devices: int) -> None:
         """Allocate space for the next ``write`` of a spec with so many devices, or raise StateError."""
         try:
-            reserve(self._path(uid), self.specs.room(devices), SPEC_MODE)
+            files.reserve(self._path(uid), self.specs.room(devices), SPEC_MODE)
         except StateError:
             if not self.restore():
                 raise
-            reserve(self._path(uid), self.specs.room(devices), SPEC_MODE)
+            files.reserve(self._path(uid), self.specs.room(devices), SPEC_MODE)
 
     def unreserve(self, uid: str) -> None:
         """Free the bytes that ``reserve`` allocated and ``write`` did not use."""
-        unreserve(self._path(uid))
+        files.unreserve(self._path(uid))
 
     def probe(self) -> None:
         """Raise StateError unless a file can be written to the directory."""
         self.restore()
-        probe(self._path("probe"))
+        files.probe(self._path("probe"))
 
     def restore(self) -> bool:
         """Create the directory again if it is missing, and return whether it was; ``ClaimReconciler`` writes the specs
@@ -102,7 +92,6 @@ class CdiDirectory:
         return None if links else f"{self._directory} was deleted on the host; a new container gets a new mount of it"
 
     def has(self, uid: str) -> bool:
-        """Whether the claim has a spec."""
         try:
             return Path(self._path(uid)).exists()
         except OSError as error:
@@ -118,7 +107,7 @@ class CdiDirectory:
             raise StateError(f"can't read {self._path(uid)}: {error.strerror}") from error
 
     def remove(self, uid: str) -> None:
-        remove(self._path(uid), durable=False)
+        files.remove(self._path(uid), durable=False)
         self.unreserve(uid)
 
     def claim_uids(self) -> list[str]:
@@ -129,8 +118,8 @@ class CdiDirectory:
     def remove_half_written(self) -> None:
         """Remove partially written specs after a crash. Only at start: later a prepare may be writing one."""
         for name in self._names():
-            if name.startswith(f".{self._prefix}") and name.endswith(TEMPORARY):
-                remove(self._directory / name, durable=False)
+            if name.startswith(f".{self._prefix}") and name.endswith(files.TEMPORARY):
+                files.remove(self._directory / name, durable=False)
 
     def _names(self) -> list[str]:
         try:

@@ -6,7 +6,7 @@ paths in the container, and also their short names, so that no links have to be 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,18 +49,10 @@ CDI_HOOK = "usr/bin/nvidia-cdi-hook"
 
 
 @dataclass(frozen=True, slots=True)
-class Mount:
-    """A bind mount of a host file."""
-
-    host_path: str
-    container_path: str
-
-
-@dataclass(frozen=True, slots=True)
 class DriverFiles:
-    """The mounts, the library directories, and the path of the hook program for the runtime."""
+    """The mounts (host path by container path), the library directories, and the hook program for the runtime."""
 
-    mounts: tuple[Mount, ...]
+    mounts: Mapping[str, str]
     library_directories: tuple[str, ...]
     hook: str | None
 
@@ -69,8 +61,8 @@ def find_driver_files(paths: HostPaths, driver_root: Path) -> DriverFiles:
     """Find the driver files, once per start: a driver upgrade drains the pods and restarts the plugin anyway."""
     root = paths.here(str(driver_root))
     files = sorted(set(_matches(root)))
-    mounts = tuple(Mount(paths.for_runtime(str(driver_root / real)), f"/{name}") for name, real in files)
-    directories = sorted({str(Path(m.container_path).parent) for m in mounts if ".so" in m.container_path})
+    mounts = {f"/{name}": paths.for_runtime(str(driver_root / real)) for name, real in files}
+    directories = sorted({str(Path(path).parent) for path in mounts if ".so" in path})
     hook = paths.for_runtime(str(driver_root / CDI_HOOK)) if resolve_inside(root, CDI_HOOK) is not None else None
     return DriverFiles(mounts, tuple(directories), hook)
 

@@ -105,8 +105,8 @@ def _formatted(spec: Mapping[str, Any]) -> bytes:
 def _edits(files: DriverFiles) -> Spec:
     """What every container with a claim gets."""
     mounts = [
-        {"hostPath": mount.host_path, "containerPath": mount.container_path, "options": MOUNT_OPTIONS}
-        for mount in files.mounts
+        {"hostPath": host_path, "containerPath": path, "options": MOUNT_OPTIONS}
+        for path, host_path in files.mounts.items()
     ]
     edits: Spec = {"env": ["NVIDIA_VISIBLE_DEVICES=void"], "mounts": mounts}
     if files.hook is not None:

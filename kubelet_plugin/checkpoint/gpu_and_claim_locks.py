@@ -52,9 +52,7 @@ class KeyedLocks:
         clock: Callable[[], float] = time.monotonic,
         waited: Callable[[float], None] = lambda _: None,
     ) -> None:
-        self._timeout_seconds = timeout_seconds
-        self._clock = clock
-        self._waited = waited
+        self._timeout_seconds, self._clock, self._waited = timeout_seconds, clock, waited
         self._entries: dict[str, _Entry] = {}
         self._guard = threading.Lock()
 

@@ -119,7 +119,6 @@ class ClaimRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
         return ClaimReference(self.namespace, self.name, self.uid)
 
     def requested_time_slice(self, gpu_uuid: str) -> TimeSlice:
-        """The interval that the claim requests for this GPU."""
         return time_slice_in_force(device.time_slice for device in self.devices if device.gpu_uuid == gpu_uuid)
 
     @property
@@ -211,7 +210,12 @@ class Checkpoint:
                 if path.name.endswith(TEMPORARY):
                     remove(path, durable=False)
                 elif path.suffix == ".json":
-                    self._load(path)
+                    try:
+                        record = decode_record(path.read_bytes(), path)
+                    except (StateError, OSError) as error:
+                        self._set_aside(path, error)
+                    else:
+                        self._records[record.uid] = record
                 elif path.suffix == ASIDE:
                     self._aside.add(path.stem)
         except OSError as error:
@@ -281,14 +285,6 @@ class Checkpoint:
     def path(self, uid: str) -> Path:
         """The file of one claim's record, whether it exists or not."""
         return self._directory / f"{uid}.json"
-
-    def _load(self, path: Path) -> None:
-        try:
-            record = decode_record(path.read_bytes(), path)
-        except (StateError, OSError) as error:
-            self._set_aside(path, error)
-            return
-        self._records[record.uid] = record
 
     def _set_aside(self, path: Path, why: Exception) -> None:
         aside = path.with_suffix(ASIDE)

@@ -102,7 +102,9 @@ def _parameters(
     effective: dict[tuple[str, str], AnyParameters] = {}
     for entry in sorted(config, key=lambda entry: entry.source != FROM_CLASS):
         parsed: dict[DeviceKind, AnyParameters] = {}
-        covered = [(request, device) for request, device in requests if _applies(entry, request)]
+        # No requests means all; a base name covers its subrequests (``base/sub``) of any kind.
+        named = set(entry.requests)
+        covered = [item for item in requests if not named or not named.isdisjoint((item[0], item[0].split("/", 1)[0]))]
         for request, device in covered:
             where = f"claim {reference}, request {request}, {entry.source}"
             if device.kind not in parsed:
@@ -132,11 +134,6 @@ def _parsed(entry: Configuration, where: str, kind: DeviceKind) -> AnyParameters
     except msgspec.MsgspecError as error:
         raise ClaimError(f"{where}: the opaque parameters can't be read: {error}") from error
     return parse_parameters(raw, where, kind)
-
-
-def _applies(entry: Configuration, request: str) -> bool:
-    """No requests means all; a base name covers its subrequests (``base/sub``) of any kind."""
-    return not entry.requests or request in entry.requests or request.split("/", 1)[0] in entry.requests
 
 
 def _refuse_shares_of_one_gpu(reference: ClaimReference, devices: Iterable[AllocatedDevice], driver: str) -> None:

@@ -144,7 +144,7 @@ class ClaimCleanup:
             if device.kind is not DeviceKind.FULL or gpu is None:
                 continue
             try:
-                running = self._partitions.processes(gpu)
+                running = self._partitions.host.processes(gpu)
             except RecoverableError as error:
                 return str(error)
             if running:

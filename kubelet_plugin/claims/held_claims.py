@@ -60,10 +60,8 @@ class HeldClaims:
             if device is not None:
                 devices.append(device)
                 continue
-            log.error(
-                "a held device is not on this node any more",
-                extra={"claim": str(record), "device": entry.device, "gpu": entry.gpu_uuid},
-            )
+            extra = {"claim": str(record), "device": entry.device, "gpu": entry.gpu_uuid}
+            log.error("a held device is not on this node any more", extra=extra)
         self.inventory.hold(record.reference, devices)
 
     def hold_unrecorded(self, uid: str) -> None:

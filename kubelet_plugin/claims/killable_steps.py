@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
-from types import TracebackType
 
 from driver.steps import StepObserver, unobserved
 
@@ -73,31 +72,18 @@ class StepRunner:
     def __call__(self, step: NodeStep, **context: object) -> AbstractContextManager[None]:
         if self._observer is None and self._took is None and not log.isEnabledFor(logging.DEBUG):
             return UNOBSERVED
-        return RunningStep(self._observer, self._took, step, context)
+        return self._observed(step, context)
 
-
-class RunningStep:
-    """One step in progress."""
-
-    __slots__ = ("_context", "_observer", "_started", "_step", "_took")
-
-    def __init__(
-        self, observer: Observer | None, took: Took | None, step: NodeStep, context: dict[str, object]
-    ) -> None:
-        self._observer, self._took, self._step, self._context = observer, took, step, context
-
-    def __enter__(self) -> None:
+    @contextmanager
+    def _observed(self, step: NodeStep, context: dict[str, object]) -> Iterator[None]:
         if self._observer is not None:
-            self._observer(self._step, "before")
-        self._started = time.perf_counter()
-
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        if kind is not None:
-            return
-        elapsed = time.perf_counter() - self._started
+            self._observer(step, "before")
+        started = time.perf_counter()
+        yield
+        elapsed = time.perf_counter() - started
         if self._took is not None:
-            self._took(self._step, elapsed)
+            self._took(step, elapsed)
         if log.isEnabledFor(logging.DEBUG):
-            log.debug("step done", extra={"step": self._step.value, "ms": f"{elapsed * 1000:.2f}", **self._context})
+            log.debug("step done", extra={"step": step.value, "ms": f"{elapsed * 1000:.2f}", **context})
         if self._observer is not None:
-            self._observer(self._step, "after")
+            self._observer(step, "after")

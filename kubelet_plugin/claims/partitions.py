@@ -29,10 +29,7 @@ class Partitions:
     def __init__(
         self, host: Host, inventory: Inventory, steps: StepRunner, *, publishes_existing: bool = False
     ) -> None:
-        self._host = host
-        self._inventory = inventory
-        self._step = steps
-        self.publishes_existing = publishes_existing
+        self.host, self._inventory, self._step, self.publishes_existing = host, inventory, steps, publishes_existing
 
     def check_free(self, device: Device) -> bool:
         """Refuse a device whose memory slices are used by a partition that Tessera did not create.
@@ -42,10 +39,10 @@ class Partitions:
         """
         gpu = device.gpu
         if device.profile is None or device.placement is None:
-            mig_enabled = self._host.mig_enabled(gpu)
-            foreign = list(self._host.all_instances(gpu)) if mig_enabled else []
+            mig_enabled = self.host.mig_enabled(gpu)
+            foreign = list(self.host.all_instances(gpu)) if mig_enabled else []
         else:
-            mig_enabled, partition = self._host.find_if_mig_enabled(gpu, device.profile, device.placement)
+            mig_enabled, partition = self.host.find_if_mig_enabled(gpu, device.profile, device.placement)
             foreign = [partition] if partition else []
         if foreign:
             raise occupied(device, foreign[0])
@@ -68,7 +65,7 @@ class Partitions:
         self._set_mig_mode(gpu, enabled=True, now=mig_enabled)
         partition = None
         if mig_enabled is None:
-            partition = self._host.find_partition(gpu, device.profile, device.placement)
+            partition = self.host.find_partition(gpu, device.profile, device.placement)
         return self._completed(device, partition or self._cut(device, device.profile, device.placement))
 
     def verify(self, device: Device, entry: DeviceRecord) -> Partition | None:
@@ -78,7 +75,7 @@ class Partitions:
         """
         recorded = entry.partition
         if recorded is not None:
-            if recorded.complete and self._host.is_current(device.gpu, recorded):
+            if recorded.complete and self.host.is_current(device.gpu, recorded):
                 return recorded
         elif device.profile is None and not device.gpu.mig_mode.in_force:
             if device.kind is DeviceKind.SHARE:
@@ -90,19 +87,11 @@ class Partitions:
         """The partition at the placement of ``device``; None also for a device that is no partition."""
         if device.profile is None or device.placement is None:
             return None
-        return self._host.find_partition(device.gpu, device.profile, device.placement)
-
-    def on(self, gpu: Gpu) -> Sequence[Partition]:
-        """All partitions of ``gpu``, whoever made them."""
-        return self._host.partitions(gpu)
-
-    def processes(self, gpu: Gpu) -> int:
-        """How many compute processes run on ``gpu`` itself."""
-        return self._host.processes(gpu)
+        return self.host.find_partition(device.gpu, device.profile, device.placement)
 
     def nodes(self, gpu: Gpu, partition: Partition | None) -> Sequence[DeviceNode]:
         """The device nodes that a container needs to use ``partition``, or the GPU as a whole."""
-        nodes = self._host.nodes
+        nodes = self.host.nodes
         return nodes.of_gpu(gpu) if partition is None else nodes.of_partition(gpu, partition)
 
     def remove(self, gpu: Gpu, record: DeviceRecord) -> None:
@@ -112,9 +101,9 @@ class Partitions:
             return
         if partition.compute_instance_id is not None:
             with self._step(NodeStep.DESTROY_COMPUTE_INSTANCE, gpu=gpu.uuid, device=record.device):
-                self._host.destroy_compute_instance(gpu, partition)
+                self.host.destroy_compute_instance(gpu, partition)
         with self._step(NodeStep.DESTROY_GPU_INSTANCE, gpu=gpu.uuid, device=record.device):
-            self._host.destroy_gpu_instance(gpu, partition)
+            self.host.destroy_gpu_instance(gpu, partition)
         log.info("removed partition", extra={"gpu": gpu.uuid, "device": record.device, "uuid": partition.uuid})
 
     def _recorded(self, gpu: Gpu, record: DeviceRecord) -> Partition | None:
@@ -128,13 +117,13 @@ class Partitions:
                 f"{gpu.uuid}: NVML knows no profile {record.profile} (id {record.profile_id}) at present; "
                 f"{record.device} is removed once it does"
             )
-        return self._host.find_partition(gpu, profile, record.placement)
+        return self.host.find_partition(gpu, profile, record.placement)
 
     def _set_mig_mode(self, gpu: Gpu, *, enabled: bool, now: bool | None) -> None:
         """``now``: the current mode; None: it has to be read."""
         if not gpu.mig_capable:
             return
-        if (self._host.mig_enabled(gpu) if now is None else now) != enabled:
+        if (self.host.mig_enabled(gpu) if now is None else now) != enabled:
             self._switch_mig_mode(gpu, enabled=enabled)
         if gpu.mig_mode.in_force != enabled:
             self._inventory.set_mig_mode(gpu, MigMode.ENABLED if enabled else MigMode.DISABLED)
@@ -146,11 +135,11 @@ class Partitions:
                 "while nothing uses it to switch; --mig-gpus says which GPUs are meant for MIG"
             )
         with self._step(NodeStep.SET_MIG_MODE, gpu=gpu.uuid, mode="on" if enabled else "off"):
-            self._host.set_mig_mode(gpu, enabled=enabled)
+            self.host.set_mig_mode(gpu, enabled=enabled)
         log.info("switched MIG mode", extra={"gpu": gpu.uuid, "mode": "on" if enabled else "off"})
 
     def _check_shareable(self, device: Device) -> None:
-        mode = self._host.compute_mode(device.gpu)
+        mode = self.host.compute_mode(device.gpu)
         if mode is not ComputeMode.DEFAULT:
             raise HardwareError(
                 f"{device}: the compute mode of {device.gpu.uuid} is {mode.name}, which keeps several processes from "
@@ -158,7 +147,7 @@ class Partitions:
             )
 
     def _existing(self, device: Device, profile: Profile, placement: Placement) -> Partition:
-        partition = self._host.find_partition(device.gpu, profile, placement)
+        partition = self.host.find_partition(device.gpu, profile, placement)
         if partition is None or not partition.complete:
             raise HardwareError(
                 f"{device}: the partition, which Tessera published but did not create, is gone; create it again "
@@ -171,11 +160,11 @@ class Partitions:
         gpu = device.gpu
         try:
             with self._step(NodeStep.CREATE_GPU_INSTANCE, gpu=gpu.uuid, device=device.name):
-                partition = self._host.create_gpu_instance(gpu, profile, placement)
+                partition = self.host.create_gpu_instance(gpu, profile, placement)
         except HardwareError as error:
             raise self._explained(device, error) from error
         if partition.placement != placement:
-            self._host.destroy_gpu_instance(gpu, partition)
+            self.host.destroy_gpu_instance(gpu, partition)
             raise HardwareError(
                 f"{device}: NVML cut memory slices {partition.placement} instead of {placement}; it was removed again"
             )
@@ -187,14 +176,14 @@ class Partitions:
             return partition
         gpu = device.gpu
         with self._step(NodeStep.CREATE_COMPUTE_INSTANCE, gpu=gpu.uuid, device=device.name):
-            complete = self._host.create_compute_instance(gpu, partition)
+            complete = self.host.create_compute_instance(gpu, partition)
         log.info("cut partition", extra={"gpu": gpu.uuid, "device": device.name, "uuid": complete.uuid})
         return complete
 
     def _explained(self, device: Device, error: HardwareError) -> HardwareError:
         """Name the partition in the way: NVML's own error does not."""
         try:
-            partitions = self._host.partitions(device.gpu)
+            partitions = self.host.partitions(device.gpu)
             overlapping = [partition for partition in partitions if partition.placement.mask & device.mask]
         except HardwareError:
             return error

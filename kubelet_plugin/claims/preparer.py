@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import msgspec
+from msgspec.structs import replace
 
 from driver.errors import HardwareError, RecoverableError, StateError
 from driver.kube.client import KubeClient
@@ -51,8 +51,7 @@ class ClaimReader:
     """Reads ResourceClaims from the API server; ``observe`` receives each claim that ``read`` returns."""
 
     def __init__(self, client: KubeClient, observe: Callable[[Claim], None]) -> None:
-        self._client = client
-        self._observe = observe
+        self._client, self._observe = client, observe
 
     def read(self, namespace: str, name: str, *, any_age: bool = False) -> Claim:
         """Read a claim; ``any_age``: a cached answer is sufficient. Raises ApiError, with status 404 if it is gone."""
@@ -164,7 +163,7 @@ class Preparer:
         if gpu is None or self._held.inventory.fault(gpu) is not None:
             return None
         try:
-            return self._partitions.on(gpu)
+            return self._partitions.host.partitions(gpu)
         except RecoverableError:
             return None
 
@@ -194,21 +193,15 @@ class Preparer:
     # The caller holds the locks of the claim and of its GPUs
 
     def _prepare_allocated(
-        self,
-        reference: ClaimReference,
-        name: str,
-        record: ClaimRecord | None,
-        allocated: Sequence[AllocatedDevice],
+        self, reference: ClaimReference, name: str, record: ClaimRecord | None, allocated: Sequence[AllocatedDevice]
     ) -> ClaimRecord:
         """Prepare these devices, after undoing an earlier allocation of the claim, which ``record`` may be of."""
         held = self._held
         if record is not None and {entry.device for entry in record.devices} != {
             item.device.name for item in allocated
         }:
-            log.warning(
-                "claim was allocated anew while it was prepared: releasing the earlier devices",
-                extra={"claim": name, "devices": ",".join(entry.device for entry in record.devices)},
-            )
+            extra = {"claim": name, "devices": ",".join(entry.device for entry in record.devices)}
+            log.warning("claim was allocated anew while it was prepared: releasing the earlier devices", extra=extra)
             self.cleanup.release(record)
             record = None
         refuse_overlap(reference, allocated, held.inventory)
@@ -226,11 +219,7 @@ class Preparer:
         return finished
 
     def _make(
-        self,
-        reference: ClaimReference,
-        name: str,
-        record: ClaimRecord | None,
-        allocated: Sequence[AllocatedDevice],
+        self, reference: ClaimReference, name: str, record: ClaimRecord | None, allocated: Sequence[AllocatedDevice]
     ) -> ClaimRecord:
         """Prepare a claim that is not prepared; ``record`` is of an attempt that was cut off. A failure is undone."""
         held = self._held
@@ -293,7 +282,7 @@ class Preparer:
                     self._partitions.check_free(item.device)
         record = self._new_record(reference, allocated, "prepared")
         entries = [self._adopted(item.device, entry) for item, entry in zip(allocated, record.devices, strict=True)]
-        record = msgspec.structs.replace(record, devices=tuple(entries))
+        record = replace(record, devices=tuple(entries))
         with self._step(NodeStep.WRITE_INTENT, claim=name):
             held.checkpoint.put(record)
         held.checkpoint.settle(reference.uid)
@@ -304,7 +293,7 @@ class Preparer:
         partition = self._partitions.find(device)
         if partition is not None and partition.complete and self._partitions.publishes_existing:
             # It may be a partition that Tessera did not create: it is never removed.
-            entry = msgspec.structs.replace(entry, existing=True)
+            entry = replace(entry, existing=True)
         return entry.with_partition(partition)
 
     def _finish(
@@ -338,9 +327,7 @@ class Preparer:
                 self._time_slices.apply(gpu, record)
         with self._step(NodeStep.WRITE_CDI_SPEC, claim=name):
             spec_written = held.cdi.write(record.uid, devices, reserved=not repeat)
-        finished = msgspec.structs.replace(
-            record, phase="prepared", devices=tuple(entries.values()), boot=held.boot, releasing=False
-        )
+        finished = replace(record, phase="prepared", devices=tuple(entries.values()), boot=held.boot, releasing=False)
         if finished == record:
             finished = record
         else:
@@ -372,7 +359,5 @@ class Preparer:
             self._held.inventory.release(reference.uid)
             self._held.cdi.unreserve(reference.uid)
         except RecoverableError as error:
-            log.error(
-                "a failed prepare could not be undone; it stays recorded and is undone later",
-                extra={"claim": str(reference), "error": str(error)},
-            )
+            extra = {"claim": str(reference), "error": str(error)}
+            log.error("a failed prepare could not be undone; it stays recorded and is undone later", extra=extra)

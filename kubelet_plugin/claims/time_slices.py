@@ -23,9 +23,7 @@ class TimeSlices:
     """
 
     def __init__(self, host: Host, checkpoint: Checkpoint, steps: StepRunner) -> None:
-        self._host = host
-        self._checkpoint = checkpoint
-        self._step = steps
+        self._host, self._checkpoint, self._step = host, checkpoint, steps
 
     def apply(self, gpu: Gpu, record: ClaimRecord) -> None:
         """Set the interval that ``gpu`` has with ``record``. Raises HardwareError."""
@@ -45,15 +43,12 @@ class TimeSlices:
             return
         others = self._requested_by_others(gpu, record)
         if time_slice_in_force([others, requested]) is not others:
-            self._restore(gpu, others)
-
-    def _restore(self, gpu: Gpu, interval: TimeSlice) -> None:
-        try:
-            self._set(NodeStep.RESTORE_TIME_SLICE, gpu, interval)
-        except HardwareError as error:
-            # A GPU that accepts no interval never had one: it must not block the release of a refused claim.
-            if error.code not in ABSENT:
-                raise
+            try:
+                self._set(NodeStep.RESTORE_TIME_SLICE, gpu, others)
+            except HardwareError as error:
+                # A GPU that accepts no interval never had one: it must not block the release of a refused claim.
+                if error.code not in ABSENT:
+                    raise
 
     def _set(self, step: NodeStep, gpu: Gpu, interval: TimeSlice) -> None:
         with self._step(step, gpu=gpu.uuid, interval=interval.value):

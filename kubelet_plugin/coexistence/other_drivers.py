@@ -71,23 +71,11 @@ class OtherDriver:
     gpus: frozenset[str] | None = None
     count: int = 0
 
-    def owns(self, ours: Iterable[str], excluded: int, *, trusting: bool) -> frozenset[str]:
-        """The UUIDs among ``ours`` that it owns, given the number of GPUs that ``--exclude-gpus`` leaves to it.
-
-        Unless ``trusting`` (``--neighbours exclude``), ``--exclude-gpus`` is ignored if it leaves fewer GPUs than the
-        driver offers.
-        """
-        if self.gpus is not None:
-            return self.gpus.intersection(ours)
-        separated = excluded > 0 and (trusting or self.count <= excluded)
-        return frozenset() if separated else frozenset(ours)
-
     def __str__(self) -> str:
         return f"{self.name} ({self.sign})"
 
 
 def find_other_drivers(signs: NodeSigns, driver: str) -> list[OtherDriver]:
-    """Every detected driver other than ``driver``."""
     drivers = [_device_plugin(signs), _dra_driver(signs) if driver != NVIDIA_DRIVER else None, _mig_manager(signs)]
     return [other for other in drivers if other is not None]
 
@@ -130,11 +118,17 @@ def _number(amount: str) -> int:
 def owners_of(
     drivers: Iterable[OtherDriver], ours: Collection[str], excluded: int, *, trusting: bool
 ) -> dict[str, OtherDriver]:
-    """The owner of each GPU in ``ours`` that belongs to another driver, by UUID; the first if there are several."""
+    """The owner of each GPU in ``ours`` that belongs to another driver, by UUID; the first if there are several.
+
+    Of a driver that does not publish its GPUs, ``excluded`` tells how many ``--exclude-gpus`` leaves to it. Unless
+    ``trusting`` (``--neighbours exclude``), that is ignored if the driver offers more GPUs.
+    """
     owners: dict[str, OtherDriver] = {}
     for driver in drivers:
-        for uuid in driver.owns(ours, excluded, trusting=trusting):
-            owners.setdefault(uuid, driver)
+        separated = excluded > 0 and (trusting or driver.count <= excluded)
+        for uuid in () if driver.gpus is None and separated else ours:
+            if driver.gpus is None or uuid in driver.gpus:
+                owners.setdefault(uuid, driver)
     return owners
 
 
@@ -237,7 +231,6 @@ class OtherDriverWatch:
             self._wake.clear()
 
     def wake(self) -> None:
-        """Check soon."""
         self._wake.set()
 
     def _slices_changed(self) -> None:
@@ -250,13 +243,11 @@ class OtherDriverWatch:
                 self._object = read_object(self._client, f"/api/v1/nodes/{self._node}", NODE, any_age=True)
                 if not self._listed.wait(LIST_TIMEOUT_SECONDS):
                     raise ApiError(f"the ResourceSlices of {NVIDIA_DRIVER} can't be listed")
-            self._apply(self._signs())
+            slices = self.cache.snapshot().values()
+            published = frozenset[str]().union(*slices) if slices else None
+            node = self._object
+            self._apply(NodeSigns(node.status.allocatable, node.metadata.labels, published, self._sockets()))
             self._reservations.known = True
-
-    def _signs(self) -> NodeSigns:
-        slices = self.cache.snapshot().values()
-        published = frozenset[str]().union(*slices) if slices else None
-        return NodeSigns(self._object.status.allocatable, self._object.metadata.labels, published, self._sockets())
 
     def _apply(self, signs: NodeSigns) -> None:
         ours = [gpu.uuid for gpu in self._inventory.gpus]

@@ -93,12 +93,19 @@ class CallProxy(grpc.GenericRpcHandler):  # type: ignore[misc]
     def _answer(self, details: Any, request: bytes, context: grpc.ServicerContext) -> bytes:
         end = time.monotonic() + min(self._timeout_seconds, context.time_remaining() or self._timeout_seconds)
         while (left := end - time.monotonic()) > 0 and not self._ended:
-            inner = self._enter()
+            with self._changed:
+                inner = self._inner
+                self._in_progress += inner is not None
             if inner is not None:
                 try:
-                    return _local(inner, details, request, context)
+                    handler = _handler(inner, details)
+                    message = handler.request_deserializer(request)
+                    local: bytes = handler.response_serializer(handler.unary_unary(message, context))
+                    return local
                 finally:
-                    self._leave()
+                    with self._changed:
+                        self._in_progress -= 1
+                        self._changed.notify_all()
             answer = self._forward(details.method, request, context, left)
             if answer is not None:
                 return answer
@@ -107,16 +114,6 @@ class CallProxy(grpc.GenericRpcHandler):  # type: ignore[misc]
                     lambda: self._inner is not None or self._ended, min(left, OWNER_CHECK_INTERVAL_SECONDS)
                 )
         return _refuse(context, grpc.StatusCode.UNAVAILABLE, "the node plugin ends, and no other has taken over")
-
-    def _enter(self) -> Handlers | None:
-        with self._changed:
-            self._in_progress += self._inner is not None
-            return self._inner
-
-    def _leave(self) -> None:
-        with self._changed:
-            self._in_progress -= 1
-            self._changed.notify_all()
 
     def _forward(self, method: str, request: bytes, context: grpc.ServicerContext, left: float) -> bytes | None:
         """Forward to the active instance. Return its answer; None if there is none or the connection was lost."""
@@ -165,12 +162,6 @@ def _refuse(context: grpc.ServicerContext, code: grpc.StatusCode, details: str) 
 def connect(path: Path) -> grpc.Channel:
     """A channel of its own, for channels to one address share their back-off. To be closed."""
     return grpc.insecure_channel(f"unix://{path}", [("grpc.use_local_subchannel_pool", 1)])
-
-
-def _local(inner: Handlers, details: Any, request: bytes, context: grpc.ServicerContext) -> bytes:
-    handler = _handler(inner, details)
-    answer: bytes = handler.response_serializer(handler.unary_unary(handler.request_deserializer(request), context))
-    return answer
 
 
 def _handler(inner: Handlers, details: Any) -> Any:

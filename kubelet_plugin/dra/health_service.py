@@ -58,11 +58,8 @@ class HealthService:
         resend_interval_seconds: float = RESEND_INTERVAL_SECONDS,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._pool = pool
-        self._devices = devices
-        self._unhealthy_reason = unhealthy_reason
-        self._resend_interval_seconds = resend_interval_seconds
-        self._clock = clock
+        self._pool, self._devices, self._unhealthy_reason = pool, devices, unhealthy_reason
+        self._resend_interval_seconds, self._clock = resend_interval_seconds, clock
         self._lock = threading.Lock()
         self._streams: deque[Stream] = deque()
         self._closed = False

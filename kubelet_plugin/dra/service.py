@@ -53,9 +53,7 @@ class DraService:
     ) -> None:
         """``observers``: the outermost first. ``waits`` describes which claims wait for which locks, for the error
         message after a timeout."""
-        self._preparer = preparer
-        self._observers = observers
-        self._waits = waits
+        self._preparer, self._observers, self._waits = preparer, observers, waits
         self._answer_timeout_seconds = answer_timeout_seconds
         self._pool = ThreadPoolExecutor(PARALLEL_CLAIMS, thread_name_prefix="claim")
 

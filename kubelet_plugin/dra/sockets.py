@@ -108,10 +108,8 @@ class Registry(SocketServer):
         return messages.RegistrationStatusResponse()
 
     def _warn(self) -> None:
-        log.warning(
-            "the kubelet has not registered this plugin: is its --root-dir really %s? (--kubelet-dir)",
-            self._settings.kubelet_dir,
-        )
+        text = "the kubelet has not registered this plugin: is its --root-dir really %s? (--kubelet-dir)"
+        log.warning(text, self._settings.kubelet_dir)
 
 
 class PluginSockets:

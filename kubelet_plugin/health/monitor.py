@@ -20,17 +20,9 @@ from driver.model.gpu_health import ConditionType, DeviceCondition, GpuEvent
 from driver.model.plan import ClearedFaults, PlanSpec
 from kubelet_plugin.changes import ChangeNotifier, NodeChange, NodeEventSink
 from kubelet_plugin.checkpoint.records import Checkpoint, slices_of_instance
+from kubelet_plugin.health import recorded_faults
 from kubelet_plugin.health.device_conditions import condition_of, conditions_by_gpu, fault_of_event
-from kubelet_plugin.health.recorded_faults import (
-    HealthFile,
-    HealthRecord,
-    apply_boot,
-    apply_fault,
-    apply_operator,
-    apply_recovery_action,
-    apply_scan,
-    new_stamp,
-)
+from kubelet_plugin.health.recorded_faults import HealthFile, HealthRecord
 from kubelet_plugin.inventory.inventory import Inventory
 
 log = logging.getLogger(__name__)
@@ -68,12 +60,14 @@ class HealthMonitor:
         """Record an NVML event, unless settings exclude its GPU (``--exclude-gpus``)."""
         if event.gpu_uuid is None or self._inventory.gpu(event.gpu_uuid) is None:
             return
-        slices = self._slices(event)
+        slices = None
+        if event.gpu_instance_id is not None:
+            slices = slices_of_instance(self._checkpoint.records(), event.gpu_uuid, event.gpu_instance_id)
         with self._lock:
             supported = event.gpu_uuid in self._recovery_supported
             fault = fault_of_event(event, slices, self._now(), recovery_supported=supported)
             if fault is not None:
-                self._change(apply_fault(self._record, fault))
+                self._change(recorded_faults.apply_fault(self._record, fault))
 
     def handle_scan(self, answering: Sequence[Gpu]) -> None:
         """Update the health after a scan; the GPUs ``answering`` responded."""
@@ -81,9 +75,11 @@ class HealthMonitor:
         boot_id = self._host.boot_id()
         with self._lock:
             self._recovery_supported = set(actions)
-            record = apply_scan(apply_boot(self._record, boot_id), {gpu.uuid for gpu in answering})
+            record = recorded_faults.apply_scan(
+                recorded_faults.apply_boot(self._record, boot_id), {gpu.uuid for gpu in answering}
+            )
             for uuid, action in actions.items():
-                record = apply_recovery_action(record, uuid, action, self._now())
+                record = recorded_faults.apply_recovery_action(record, uuid, action, self._now())
             self._change(record)
             self._report()
 
@@ -92,7 +88,7 @@ class HealthMonitor:
         cleared = [faults for faults in map(ClearedFaults.parse, spec.cleared) if faults is not None]
         with self._lock:
             stamps = {faults.gpu: faults.stamp for faults in cleared}
-            self._change(apply_operator(self._record, spec.cordons, stamps))
+            self._change(recorded_faults.apply_operator(self._record, spec.cordons, stamps))
 
     def set_condition(self, device_name: str, kind: ConditionType, reason: str | None) -> None:
         """Set a condition of ``device_name``, or clear it if ``reason`` is None. Not kept over a restart."""
@@ -100,7 +96,7 @@ class HealthMonitor:
             _, stamp = self._device_conditions.pop((device_name, kind), ("", 0))
             if reason is not None:
                 if not stamp:
-                    self._record, stamp = new_stamp(self._record, self._now())
+                    self._record, stamp = recorded_faults.new_stamp(self._record, self._now())
                 self._device_conditions[device_name, kind] = reason, stamp
             self._publish()
 
@@ -129,12 +125,6 @@ class HealthMonitor:
 
     def _now(self) -> int:
         return int(self._clock())
-
-    def _slices(self, event: GpuEvent) -> int | None:
-        """The memory slices of the partition of ``event``; None: the whole GPU, or unknown."""
-        if event.gpu_uuid is None or event.gpu_instance_id is None:
-            return None
-        return slices_of_instance(self._checkpoint.records(), event.gpu_uuid, event.gpu_instance_id)
 
     def _recovery_actions(self, gpus: Iterable[Gpu]) -> dict[str, int]:
         """The recovery action of each GPU, by UUID, without the GPUs for which NVML does not report one."""

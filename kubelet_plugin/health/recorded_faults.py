@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from driver.errors import StateError
 from driver.model.gpu_health import NO_ACTION
@@ -72,12 +73,12 @@ def apply_fault(record: HealthRecord, fault: HardwareFault) -> HealthRecord:
     if same is not None and fault.stamp - same.stamp < FAULT_REPEAT_INTERVAL_SECONDS:
         return record
     record, stamp = new_stamp(record, fault.stamp)
-    stamped = msgspec.structs.replace(fault, stamp=stamp)
+    stamped = replace(fault, stamp=stamp)
     if same is None:
-        return msgspec.structs.replace(record, faults=(*record.faults, stamped))
+        return replace(record, faults=(*record.faults, stamped))
     # In its place: faults are listed in the order of their first report.
     faults = tuple(stamped if recorded is same else recorded for recorded in record.faults)
-    return msgspec.structs.replace(record, faults=faults)
+    return replace(record, faults=faults)
 
 
 def apply_recovery_action(record: HealthRecord, gpu: str, action: int, now: int) -> HealthRecord:
@@ -87,8 +88,8 @@ def apply_recovery_action(record: HealthRecord, gpu: str, action: int, now: int)
         return record
     actions = {uuid: number for uuid, number in record.actions.items() if uuid != gpu}
     if action == NO_ACTION:
-        return _without(msgspec.structs.replace(record, actions=actions), [f for f in record.faults if f.gpu == gpu])
-    changed = msgspec.structs.replace(record, actions={**actions, gpu: action})
+        return _without(replace(record, actions=actions), [f for f in record.faults if f.gpu == gpu])
+    changed = replace(record, actions={**actions, gpu: action})
     earlier = [f for f in record.faults if f.gpu == gpu and f.kind is FaultSource.RECOVERY]
     return apply_fault(_without(changed, earlier), HardwareFault(gpu, FaultSource.RECOVERY, now, action))
 
@@ -102,8 +103,8 @@ def apply_scan(record: HealthRecord, answering: Collection[str]) -> HealthRecord
     ]
     if not absent:
         return record
-    marked = tuple(msgspec.structs.replace(fault, absent=True) if fault in absent else fault for fault in record.faults)
-    return msgspec.structs.replace(record, faults=marked)
+    marked = tuple(replace(fault, absent=True) if fault in absent else fault for fault in record.faults)
+    return replace(record, faults=marked)
 
 
 def apply_boot(record: HealthRecord, boot_id: str | None) -> HealthRecord:
@@ -111,20 +112,20 @@ def apply_boot(record: HealthRecord, boot_id: str | None) -> HealthRecord:
     if boot_id is None or boot_id == record.boot_id:
         return record
     if not record.boot_id:
-        return msgspec.structs.replace(record, boot_id=boot_id)
-    return msgspec.structs.replace(record, boot_id=boot_id, faults=(), actions={})
+        return replace(record, boot_id=boot_id)
+    return replace(record, boot_id=boot_id, faults=(), actions={})
 
 
 def apply_operator(record: HealthRecord, cordoned: Mapping[str, str], cleared: Mapping[str, int]) -> HealthRecord:
     """Record the cordoned GPUs with their reasons, and remove the faults that an operator cleared (GPU -> stamp)."""
     cleared_faults = [f for f in record.faults if f.stamp <= cleared.get(f.gpu, 0)]
-    return msgspec.structs.replace(_without(record, cleared_faults), cordoned=dict(cordoned))
+    return replace(_without(record, cleared_faults), cordoned=dict(cordoned))
 
 
 def new_stamp(record: HealthRecord, now: int) -> tuple[HealthRecord, int]:
     """A unique stamp for a fault that is found now."""
     stamp = max(now, record.last_stamp + 1)
-    return msgspec.structs.replace(record, last_stamp=stamp), stamp
+    return replace(record, last_stamp=stamp), stamp
 
 
 def _identity(fault: HardwareFault) -> tuple[str, FaultSource, int, int | None]:
@@ -134,7 +135,7 @@ def _identity(fault: HardwareFault) -> tuple[str, FaultSource, int, int | None]:
 def _without(record: HealthRecord, gone: Collection[HardwareFault]) -> HealthRecord:
     if not gone:
         return record
-    return msgspec.structs.replace(record, faults=tuple(f for f in record.faults if f not in gone))
+    return replace(record, faults=tuple(f for f in record.faults if f not in gone))
 
 
 FILE_VERSION = 1

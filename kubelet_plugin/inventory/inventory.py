@@ -7,6 +7,7 @@ It is not the lock that serializes claims on a GPU (see ``checkpoint.gpu_and_cla
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,8 +25,6 @@ from kubelet_plugin.inventory.published_devices import (
     PublishableGpu,
     PublishPolicy,
 )
-
-GPU_NOT_FOUND = "NVML no longer finds it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class Inventory:
         self._devices: dict[str, Device] = {}
         self._faults: dict[str, str] = {}
         self._held: dict[str, tuple[ClaimReference, tuple[Device, ...]]] = {}
-        self._foreign: dict[str, ForeignPartitions] = {}
+        self._foreign: dict[str, ForeignPartitions] = defaultdict(ForeignPartitions)
         self._conditions: dict[str, tuple[DeviceCondition, ...]] = {}
         self._reserved: Mapping[str, str] = {}
         self._switched: dict[str, MigMode] = {}
@@ -102,7 +101,7 @@ class Inventory:
         present = {gpu.uuid: gpu for gpu in gpus}
         with self._lock:
             self._apply_switched()
-            missing = {uuid: faults.get(uuid, GPU_NOT_FOUND) for uuid in self._gpus if uuid not in present}
+            missing = {uuid: faults.get(uuid, "NVML no longer finds it") for uuid in self._gpus if uuid not in present}
             changed = missing != self._faults or any(self._gpus.get(uuid) != gpu for uuid, gpu in present.items())
             if changed:
                 self._faults = missing
@@ -129,21 +128,17 @@ class Inventory:
     def _replace(self, gpus: dict[str, Gpu]) -> None:
         """The caller holds the lock."""
         self._numbers |= number_gpus(gpus.values(), self._numbers)
-        self._by_gpu = {
-            uuid: self._by_gpu[uuid] if self._gpus.get(uuid) is gpu else self._devices_of(gpu)
-            for uuid, gpu in gpus.items()
-        }
+        for uuid, gpu in gpus.items():
+            if self._gpus.get(uuid) is not gpu:
+                shares = self._sharing.shares_of(gpu)
+                indices = share_indices(shares, self._held_shares.get(uuid, {}))
+                self._by_gpu[uuid] = devices_of(gpu, self._numbers[uuid], shares, indices)
         self._gpus = gpus
         self._devices = {device.name: device for devices in self._by_gpu.values() for device in devices}
         self._held = {
             uid: (holder, tuple(self._renewed(device) for device in devices))
             for uid, (holder, devices) in self._held.items()
         }
-
-    def _devices_of(self, gpu: Gpu) -> tuple[Device, ...]:
-        shares = self._sharing.shares_of(gpu)
-        indices = share_indices(shares, self._held_shares.get(gpu.uuid, {}))
-        return devices_of(gpu, self._numbers[gpu.uuid], shares, indices)
 
     def _renewed(self, held: Device) -> Device:
         """A held device with the current facts of its GPU; its name and memory slices never change."""
@@ -171,7 +166,6 @@ class Inventory:
         return self._by_gpu[gpu.uuid]
 
     def held_on(self, gpu: Gpu) -> list[Device]:
-        """The devices of the GPU that are held."""
         with self._lock:
             return [device for _, devices in self._held.values() for device in devices if device.gpu.uuid == gpu.uuid]
 
@@ -199,7 +193,7 @@ class Inventory:
     def set_foreign(self, gpu: Gpu, foreign: ForeignPartitions) -> bool:
         """Set the partitions on ``gpu`` that Tessera did not create; returns whether they changed."""
         with self._lock:
-            changed = self._foreign.get(gpu.uuid, ForeignPartitions()) != foreign
+            changed = self._foreign[gpu.uuid] != foreign
             self._foreign[gpu.uuid] = foreign
         return changed
 
@@ -263,13 +257,11 @@ class Inventory:
 
     def _report(self, gpu: Gpu) -> GpuReport:
         """The caller holds the lock."""
-        report = GpuReport(
-            gpu,
-            self._numbers[gpu.uuid],
-            self._sharing.shares_of(gpu),
-            gpu in self._sharing.only,
-            self._foreign.get(gpu.uuid, ForeignPartitions()).mask | self._unhealthy_slices(gpu),
-        )
+        taken = self._foreign[gpu.uuid].mask
+        for condition in self._conditions.get(gpu.uuid, ()):
+            taken |= condition.slices or 0  # they may not be allocated
+        number, shares = self._numbers[gpu.uuid], self._sharing.shares_of(gpu)
+        report = GpuReport(gpu, number, shares, gpu in self._sharing.only, taken)
         if gpu.uuid in self._faults:
             return replace(report, fault=self._faults[gpu.uuid], fault_kind=FaultKind.UNAVAILABLE)
         if gpu.uuid in self._reserved:
@@ -281,13 +273,6 @@ class Inventory:
                     return replace(report, fault=text, fault_kind=FaultKind.CORDONED)
                 return replace(report, fault=str(condition), fault_kind=FaultKind.UNHEALTHY, condition=condition.value)
         return report
-
-    def _unhealthy_slices(self, gpu: Gpu) -> int:
-        """Bit mask of the memory slices that may not be allocated; the controller counts them as taken."""
-        mask = 0
-        for condition in self._conditions.get(gpu.uuid, ()):
-            mask |= condition.slices or 0
-        return mask
 
     def published(self, policy: PublishPolicy = OFFER_EVERYTHING) -> list[PublishedGpu]:
         """The devices to publish: held ones, and those that ``policy`` wants and that fit next to them."""
@@ -308,7 +293,7 @@ class Inventory:
             prepared=tuple(device for device in all_held if device.gpu.uuid == gpu.uuid),
             allocated=tuple(device for device in all_allocated if device.gpu.uuid == gpu.uuid),
             shares_only=gpu in self._sharing.only,
-            foreign=self._foreign.get(gpu.uuid, ForeignPartitions()),
+            foreign=self._foreign[gpu.uuid],
             reserved=gpu.uuid in self._reserved,
             fault=self._faults.get(gpu.uuid),
             conditions=self._conditions.get(gpu.uuid, ()),

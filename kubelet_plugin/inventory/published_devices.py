@@ -6,7 +6,7 @@ Pure rules over immutable values.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from driver.model.device import Device
 from driver.model.gpu import Gpu
@@ -100,9 +100,9 @@ class PublishableGpu:
     fault: str | None
     conditions: tuple[DeviceCondition, ...]
 
-    def published(self, policy: PublishPolicy = OFFER_EVERYTHING) -> PublishedGpu:
+    def published(self, policy: PublishPolicy) -> PublishedGpu:
         if policy.complete:
-            return self._complete(policy)
+            return replace(self._with(policy, self.prepared, self._all_free()), constant=True)
         held = (*self.prepared, *self.allocated)
         taken = GpuState.of(self.gpu, held, self.foreign.mask)
         fitting = self._fitting(held, taken, policy)
@@ -113,9 +113,23 @@ class PublishableGpu:
             new = self._fitting_together(new, (*held, *standing))
         chosen = limited(len(held) + len(standing), new, taken.mask)
         offers = tuple(device for device in fitting if device.name in existing or device.name in chosen)
-        closed = policy.closed(held, offers) - self.foreign.offered
+        ours = [device for device in (*held, *offers) if device.name not in self.foreign.offered]
+        return replace(
+            self._with(policy, held, offers, policy.closed(held, offers) - self.foreign.offered),
+            unpublished=self._is_unpublished(policy, held, offers),
+            # Devices may overlap in DISJOINT mode, too: a plan may name as held what no claim has.
+            counted=policy.mode is OfferMode.COUNTERS or len(self._fitting_together(ours)) < len(ours),
+        )
+
+    def _with(
+        self,
+        policy: PublishPolicy,
+        held: tuple[Device, ...],
+        offers: tuple[Device, ...],
+        closed: frozenset[str] = frozenset(),
+    ) -> PublishedGpu:
         if self.reserved:  # claims keep their devices until they end; no new claim gets one
-            closed |= {device.name for device in (*held, *offers)}
+            closed = frozenset(device.name for device in (*held, *offers))
         return PublishedGpu(
             self.gpu,
             self.number,
@@ -126,32 +140,16 @@ class PublishableGpu:
             closed,
             self.conditions,
             divided=any(device.kind is DeviceKind.SHARE for device in self.devices),
-            unpublished=self._is_unpublished(policy, held, offers),
-            counted=policy.mode is OfferMode.COUNTERS or self._overlap((*held, *offers)),
             keeps_taints=policy.keeps_taints,
         )
 
-    def _complete(self, policy: PublishPolicy) -> PublishedGpu:
-        """Every device that is possible together with partitions that Tessera did not create, and what is held."""
-        held, names = self.prepared, {device.name for device in self.prepared}
+    def _all_free(self) -> tuple[Device, ...]:
+        """The devices without a claim that are possible next to partitions that Tessera did not create."""
         empty = GpuState.of(self.gpu, foreign=self.foreign.mask)
         possible = [d for d in self.devices if d.name in self.foreign.offered or (self._possible(d) and empty.fits(d))]
         chosen = limited(0, possible, self.foreign.mask) | self.foreign.offered
-        free = tuple(device for device in possible if device.name in chosen - names)
-        closed = frozenset(device.name for device in (*held, *free)) if self.reserved else frozenset()
-        return PublishedGpu(
-            self.gpu,
-            self.number,
-            held,
-            free,
-            self.foreign.mask,
-            self.fault,
-            closed,
-            self.conditions,
-            divided=any(device.kind is DeviceKind.SHARE for device in self.devices),
-            keeps_taints=policy.keeps_taints,
-            constant=True,
-        )
+        prepared = {device.name for device in self.prepared}
+        return tuple(device for device in possible if device.name in chosen - prepared)
 
     def _is_unpublished(self, policy: PublishPolicy, held: Sequence[Device], offers: Sequence[Device]) -> bool:
         if any(self._needs_slice(device) for device in held):
@@ -160,12 +158,9 @@ class PublishableGpu:
         # A device that is only kept keeps others from being offered in DISJOINT mode, so the controller must see it.
         disjoint = policy.mode is OfferMode.DISJOINT
         if not self.reserved and any(disjoint or self._is_wanted(device, policy) for device in offers):
-            return is_unpublished and self._is_unknown_to(policy)
+            # A plan that lacks a prepared device is older than its claim, or its maker does not know the claim.
+            return is_unpublished and any(device.name not in policy.held for device in self.prepared)
         return is_unpublished or not (policy.publish_held or offers)
-
-    def _is_unknown_to(self, policy: PublishPolicy) -> bool:
-        """Whether the plan lacks a prepared device: it is older than its claim, or its maker does not know it."""
-        return any(device.name not in policy.held for device in self.prepared)
 
     def _is_wanted(self, device: Device, policy: PublishPolicy) -> bool:
         """Whether ``device`` is offered to new claims, and not only kept because it may just have been allocated."""
@@ -204,11 +199,6 @@ class PublishableGpu:
             if GpuState.of(self.gpu, (*published, *chosen), self.foreign.mask).fits(device):
                 chosen.append(device)
         return chosen
-
-    def _overlap(self, devices: Iterable[Device]) -> bool:
-        """Whether not all of ``devices`` can be allocated together. A plan may name as held what no claim has."""
-        ours = [device for device in devices if device.name not in self.foreign.offered]
-        return len(self._fitting_together(ours)) < len(ours)
 
     def _possible(self, device: Device) -> bool:
         """Whether settings and MIG mode allow ``device`` without a reset of the GPU."""

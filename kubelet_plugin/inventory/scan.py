@@ -1,7 +1,7 @@
 """Periodic scans of the hardware, so that changes made outside Tessera are published within seconds.
 
-A timer and NVML events start a scan. A separate thread receives the events (``health.nvml_events``), so that a GPU that
-hangs during a scan delays no event. A scan only reads, except that it requests MIG mode on the GPUs that settings name
+A timer and NVML events start a scan. A separate thread receives the events, so that a GPU that hangs during a scan
+delays no event. A scan only reads, except that it requests MIG mode on the GPUs that settings name
 for MIG.
 """
 
@@ -16,9 +16,9 @@ from typing import Protocol
 from driver.errors import RecoverableError
 from driver.hardware.node_gpus import GpuFault, Host
 from driver.kube.work_loop import GiveWay, at_once
-from driver.model.device import Device
 from driver.model.gpu import Gpu, MigMode, Partition, Placement
-from driver.model.gpu_health import GpuEvent
+from driver.model.gpu_health import EventKind, GpuEvent
+from driver.model.xid import meaning_of
 from kubelet_plugin.changes import ChangeNotifier, NodeChange, NodeEventSink
 from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.inventory.published_devices import ForeignPartitions
@@ -31,6 +31,9 @@ SCAN_INTERVAL_SECONDS = 5.0
 
 MIN_SCAN_INTERVAL_SECONDS = 1.0
 """Minimum time between two scans: creating partitions causes events, too."""
+
+EVENT_TIMEOUT_SECONDS = 5.0
+"""Longest wait in NVML. Afterwards GPUs that were added meanwhile are included, and ``stop`` is checked."""
 
 RESET_PENDING = "waits for a reset"
 
@@ -53,10 +56,7 @@ class Scanner:
     """``excluded_count`` is the number of GPUs that settings exclude, by the last scan."""
 
     def __init__(self, host: Host, settings: NodeSettings, reservations: ReservedGpus, events: NodeEventSink) -> None:
-        self._host = host
-        self._settings = settings
-        self._reservations = reservations
-        self._events = events
+        self._host, self._settings, self._reservations, self._events = host, settings, reservations, events
         self._reported: dict[str, str] = {}
         self._gone: dict[str, set[Placement]] = {}
         self.due = threading.Event()
@@ -122,19 +122,18 @@ class Scanner:
             self.scan_soon()
         if changed and foreign.mask:
             slices = [index for index in range(gpu.memory_slices) if foreign.mask >> index & 1]
-            log.warning(
-                "found partitions that Tessera did not create; they are not changed",
-                extra={"gpu": gpu.uuid, "slices": ",".join(map(str, slices)), "offered": ",".join(foreign.offered)},
-            )
+            extra = {"gpu": gpu.uuid, "slices": ",".join(map(str, slices)), "offered": ",".join(foreign.offered)}
+            log.warning("found partitions that Tessera did not create; they are not changed", extra=extra)
         return changed or bool(lasting)
 
-    def _foreign(self, inventory: Inventory, gpu: Gpu, partitions: Iterable[Partition]) -> ForeignPartitions:
-        mask, offered = 0, set()
+    def _foreign(self, inventory: Inventory, gpu: Gpu, partitions: Sequence[Partition]) -> ForeignPartitions:
+        mask = 0
         for partition in partitions:
             mask |= partition.placement.mask
-            device = _device_of(inventory, gpu, partition)
-            if self._settings.publish_existing and partition.complete and device is not None:
-                offered.add(device.name)
+        usable = partitions if self._settings.publish_existing else ()
+        places = {(partition.profile_id, partition.placement) for partition in usable if partition.complete}
+        devices = inventory.devices_on(gpu)
+        offered = (d.name for d in devices if d.profile is not None and (d.profile.id, d.placement) in places)
         return ForeignPartitions(mask, frozenset(offered))
 
     def _report(self, faults: Iterable[GpuFault], ours: Iterable[Gpu]) -> None:
@@ -149,7 +148,12 @@ class Scanner:
             if self._reported.get(where) != reason:
                 log.error("GPU can't be used as configured", extra={"gpu": where, "why": reason})
                 if reason.startswith(RESET_PENDING):
-                    self._events.node("GpuNeedsReset", _needs_reset(by_uuid[where]))
+                    gpu = by_uuid[where]
+                    message = (
+                        f"GPU {gpu.index} ({gpu.uuid}) changes its MIG mode with the next reset, and offers until then "
+                        f"what it did before. With nothing running on it: nvidia-smi --gpu-reset -i {gpu.index}"
+                    )
+                    self._events.node("GpuNeedsReset", message)
                     self.scan_soon()  # so that the slices show it, too
         self._reported = current
 
@@ -162,7 +166,7 @@ class Scanner:
         if self._reservations.is_reserved(gpu):
             return None
         try:
-            in_force = self._host.request_mig_mode(gpu, enabled=True)
+            in_force = self._host.request_mig_mode(gpu)
         except RecoverableError as error:
             return f"is meant for MIG, but refuses the mode: {error}"
         return None if in_force else f"{RESET_PENDING}: MIG mode {MigMode.RESET_TO_ENABLE}"
@@ -198,17 +202,42 @@ class ScanLoop:
                 log.exception("internal error during a hardware scan")
 
 
-def _needs_reset(gpu: Gpu) -> str:
-    return (
-        f"GPU {gpu.index} ({gpu.uuid}) changes its MIG mode with the next reset, and offers until then what it did "
-        f"before. With nothing running on it: nvidia-smi --gpu-reset -i {gpu.index}"
-    )
+class NvmlEventFollower(Protocol):
+    """A part that acts on NVML events."""
+
+    def handle_event(self, event: GpuEvent) -> None:
+        """Handle one event; must return quickly."""
 
 
-def _device_of(inventory: Inventory, gpu: Gpu, partition: Partition) -> Device | None:
-    """The device with the profile and placement of ``partition``."""
-    for device in inventory.devices_on(gpu):
-        same_placement = device.placement == partition.placement
-        if same_placement and device.profile is not None and device.profile.id == partition.profile_id:
-            return device
-    return None
+class NvmlEventListener:
+    """Passes every NVML event to each of ``followers``, in a thread of its own."""
+
+    def __init__(self, host: Host, *followers: NvmlEventFollower) -> None:
+        self._host = host
+        self._followers = followers
+
+    def run(self, stop: threading.Event) -> None:
+        """Receive events until ``stop`` is set."""
+        while not stop.is_set():
+            try:
+                event = self._host.wait_for_event(EVENT_TIMEOUT_SECONDS)
+            except Exception:
+                if stop.is_set():  # the hardware may be closed by then
+                    return
+                log.exception("internal error while waiting for NVML events")
+                stop.wait(EVENT_TIMEOUT_SECONDS)
+                continue
+            if event is not None:
+                self._dispatch(event)
+
+    def _dispatch(self, event: GpuEvent) -> None:
+        if event.kind is EventKind.XID and event.xid is not None:  # also of a GPU that settings exclude
+            extra = {"gpu": event.gpu_uuid, "xid": event.xid, "meaning": meaning_of(event.xid).text}
+            log.warning("GPU reported an XID", extra={**extra, "gpuInstance": event.gpu_instance_id})
+        for follower in self._followers:
+            try:
+                follower.handle_event(event)
+            except Exception:
+                # A defect in one follower must not keep the event from the others, nor end the thread.
+                extra = {"gpu": event.gpu_uuid, "kind": event.kind.value}
+                log.exception("internal error while handling an NVML event", extra=extra)

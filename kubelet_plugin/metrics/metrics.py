@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 
@@ -154,23 +155,20 @@ class Metrics(Measurements):
 FAULT_KINDS = (*(kind.value for kind in FaultSource), *(kind.value for kind in ConditionType), "cordoned")
 
 
+@dataclass(frozen=True)
 class NodeGauges(Collector):
     """Gauges that are computed from memory at each scrape, in its thread. Nothing here may wait for hardware.
 
     ``published``: names of the devices in the slices. ``now``: the clock of file times (seconds since 1970).
     """
 
-    def __init__(
-        self,
-        node: HeldClaims,
-        published: Callable[[], set[str]],
-        health: HealthMonitor,
-        now: Callable[[], float] = time.time,
-    ) -> None:
-        self._node, self._published, self._health, self._now = node, published, health, now
+    node: HeldClaims
+    published: Callable[[], set[str]]
+    health: HealthMonitor
+    now: Callable[[], float] = time.time
 
     def collect(self) -> Iterable[Metric]:
-        node = self._node
+        node = self.node
         records = node.checkpoint.records()
         unfinished = [record for record in records if record.needs_release]
         releasing = [record for record in records if record.releasing]
@@ -186,25 +184,20 @@ class NodeGauges(Collector):
         yield GaugeMetricFamily(
             "tessera_oldest_unfinished_claim_age_seconds",
             "Age of the oldest checkpoint record of a claim that is being prepared or released; 0 without any.",
-            oldest_seconds(node.checkpoint, unfinished, self._now()),
+            oldest_seconds(node.checkpoint, unfinished, self.now()),
         )
         held = _by_type(device.kind for device in devices)
-        offers = self._offers({device.device for device in devices})
+        free = self.published() - {device.device for device in devices}
+        offers = _by_type(device.kind for name in free if (device := node.inventory.device(name)) is not None)
         meaning = "Devices of claims that are prepared, being prepared or being released."
         yield _counts("tessera_held_devices", meaning, "type", held)
         yield _counts("tessera_offers", "Published devices that no such claim holds.", "type", offers)
         yield GaugeMetricFamily("tessera_gpus", "GPUs of this node, healthy or not.", len(node.inventory.gpus))
-        yield GaugeMetricFamily("tessera_unhealthy_gpus", "GPUs with at least one unhealthy device.", self._unhealthy())
-        faults = {**dict.fromkeys(FAULT_KINDS, 0), **self._health.faults_by_kind()}
+        devices_by_gpu = (node.inventory.devices_on(gpu) for gpu in node.inventory.gpus)
+        unhealthy = sum(any(map(self.health.unhealthy_reason, of_gpu)) for of_gpu in devices_by_gpu)
+        yield GaugeMetricFamily("tessera_unhealthy_gpus", "GPUs with at least one unhealthy device.", unhealthy)
+        faults = {**dict.fromkeys(FAULT_KINDS, 0), **self.health.faults_by_kind()}
         yield _counts("tessera_gpu_faults", "Current faults of GPUs; kind cordoned: cordoned GPUs.", "kind", faults)
-
-    def _offers(self, held: set[str]) -> Mapping[str, int]:
-        devices = (self._node.inventory.device(name) for name in self._published() - held)
-        return _by_type(device.kind for device in devices if device is not None)
-
-    def _unhealthy(self) -> int:
-        inventory = self._node.inventory
-        return sum(any(map(self._health.unhealthy_reason, inventory.devices_on(gpu))) for gpu in inventory.gpus)
 
 
 def oldest_seconds(checkpoint: Checkpoint, records: Iterable[ClaimRecord], now: float) -> float:

@@ -169,11 +169,8 @@ class DirectoryProbe:
             self._began_at = None
         if self._failure != before:
             self._since = seconds_time(self._clock.now())
-            self._report()
-        elif self._failure is not None and self._clock.monotonic() >= self._report_at:
-            self._report()
-
-    def _report(self) -> None:
+        elif self._failure is None or self._clock.monotonic() < self._report_at:
+            return
         self._report_at = self._clock.monotonic() + REPORT_INTERVAL_SECONDS
         where = str(self._directory)
         if self._failure is None:
@@ -193,9 +190,14 @@ class DirectoryProbe:
         return self._failure
 
 
-def run_probes(probes: Sequence[DirectoryProbe], stop: threading.Event) -> None:
-    """Probe until ``stop`` is set."""
-    while not stop.is_set():
-        for probe in probes:
-            probe.probe()
-        stop.wait(DIRECTORY_PROBE_INTERVAL_SECONDS)
+class DirectoryProbes:
+    """Probes directories periodically."""
+
+    def __init__(self, *probes: DirectoryProbe) -> None:
+        self._probes = probes
+
+    def run(self, stop: threading.Event) -> None:
+        while not stop.is_set():
+            for probe in self._probes:
+                probe.probe()
+            stop.wait(DIRECTORY_PROBE_INTERVAL_SECONDS)

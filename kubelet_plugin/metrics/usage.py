@@ -60,7 +60,11 @@ def _idle(usage: MeasuredDevice, now: float) -> Value:
 
 
 GAUGES = (
-    UsageMetric("tessera_claim_slices", "Memory slices of the device.", lambda usage, _: _slices(usage)),
+    UsageMetric(
+        "tessera_claim_slices",
+        "Memory slices of the device.",
+        lambda usage, _: usage.totals.slices if usage.ended_at is None else None,
+    ),
     UsageMetric("tessera_claim_sm_active_ratio", "Average SM activity of the last interval.", _activity("sm")),
     UsageMetric("tessera_claim_sm_occupancy_ratio", "Average SM occupancy.", _activity("occupancy")),
     UsageMetric("tessera_claim_tensor_active_ratio", "Average activity of the tensor cores.", _activity("tensor")),
@@ -105,10 +109,6 @@ INFO_LABELS = ("UUID", "GPU_I_ID")
 """Named as dcgm-exporter names them, so that its series can be joined."""
 
 SERIES_PER_DEVICE = len(GAUGES) + len(COUNTERS) + 1
-
-
-def _slices(usage: MeasuredDevice) -> Value:
-    return usage.totals.slices if usage.ended_at is None else None
 
 
 class UsageCollector(Collector):
@@ -179,12 +179,7 @@ class UsageCollector(Collector):
 
 
 def usage_sampler(
-    settings: NodeSettings,
-    held: HeldClaims,
-    host: Host,
-    client: KubeClient,
-    claims: ClaimReader,
-    events: PluginEvents,
+    settings: NodeSettings, held: HeldClaims, host: Host, client: KubeClient, claims: ClaimReader, events: PluginEvents
 ) -> UsageSampler:
     """The sampler of ``settings.usage_interval``."""
     # The processes on simulated GPUs are those of this machine.

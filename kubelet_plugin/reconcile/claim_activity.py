@@ -52,15 +52,16 @@ class ClaimActivity:
     def wait_idle(self, timeout_seconds: float) -> Callable[[threading.Event], None]:
         """Return a function to call before background work: it waits until no claim is being worked on, for at most
         ``timeout_seconds``, or until its argument, a stop, is set."""
-        return partial(self._wait, timeout_seconds)
 
-    def _wait(self, timeout_seconds: float, stop: threading.Event) -> None:
-        end = self._clock() + timeout_seconds
-        while (left := min(self._left(), end - self._clock())) > 0:
-            if stop.wait(left):
-                return
+        def wait(stop: threading.Event) -> None:
+            end = self._clock() + timeout_seconds
+            while (seconds := min(self._seconds_to_quiet(), end - self._clock())) > 0:
+                if stop.wait(seconds):
+                    return
 
-    def _left(self) -> float:
+        return wait
+
+    def _seconds_to_quiet(self) -> float:
         """Shortest time until the node may be idle."""
         with self._guard:
             return QUIET_PERIOD_SECONDS if self._working else self._worked_at + QUIET_PERIOD_SECONDS - self._clock()

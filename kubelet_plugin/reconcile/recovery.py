@@ -190,7 +190,10 @@ class Orphans:
             claims = {claim.metadata.uid: claim for claim in self._claims.read_all()}
             for claim in claims.values() if search else ():
                 self._note_if_partitions_exist(claim)
-            self._report_missing()
+            for uid in sorted(held.checkpoint.unrecorded - held.checkpoint.aside - self._reported):
+                self._reported.add(uid)
+                message = f"the checkpoint record of claim {uid} is missing; nothing of it is removed while it exists"
+                self._events.node(EventReason.RECORD_MISSING, message)
             for uid in sorted(held.checkpoint.unrecorded):
                 self._settle(uid, claims.get(uid))
         self._searched = True
@@ -218,12 +221,6 @@ class Orphans:
                 with suppress(msgspec.MsgspecError):
                     uuids[entry.device] = decode(entry.data, REPORTED).uuid
         return uuids
-
-    def _report_missing(self) -> None:
-        for uid in sorted(self._held.checkpoint.unrecorded - self._held.checkpoint.aside - self._reported):
-            self._reported.add(uid)
-            message = f"the checkpoint record of claim {uid} is missing; nothing of it is removed while it exists"
-            self._events.node(EventReason.RECORD_MISSING, message)
 
     def _settle(self, uid: str, claim: Claim | None) -> None:
         if claim is not None and self._allocated(claim):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
@@ -39,9 +39,6 @@ ROUND_TIMEOUT_SECONDS = 20.0
 WORKERS = 16
 """Attempts at once. Those for one GPU that hangs wait for its lock, each as long as the timeout of a lock."""
 
-ReportCondition = Callable[[str, ConditionType, str | None], None]
-"""(device, kind of condition, reason): ``HealthMonitor.set_condition``. Without a reason the condition has ended."""
-
 
 class ClaimReconciler:
     """One thread. Call ``notify`` after a failed release or a loss; ``find_orphans`` runs in between."""
@@ -51,7 +48,7 @@ class ClaimReconciler:
         held: HeldClaims,
         preparer: Preparer,
         events: PluginEvents,
-        report_condition: ReportCondition,
+        report_condition: Callable[[str, ConditionType, str | None], None],
         find_orphans: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -85,7 +82,9 @@ class ClaimReconciler:
         for uid in unreleased:
             self._unreleased_since.setdefault(uid, self._clock())
         jobs = {uid: partial(self._release, record) for uid, record in unreleased.items()}
-        jobs |= {record.uid: partial(self._repair, record, lost) for record, lost in self._losses()}
+        for record, lost in self._preparer.losses():
+            if lost or (record.uid, ConditionType.LOST) in self._reported:
+                jobs[record.uid] = partial(self._repair, record, lost)
         self._run({uid: job for uid, job in jobs.items() if self._is_due(uid)})
         pause = self._find_orphans()
         return min(pause, RETRY_INTERVAL_SECONDS) if self._unreleased_since or self._reported else pause
@@ -132,12 +131,6 @@ class ClaimReconciler:
             self._events.claim(record.reference, EventReason.RELEASED_LATE, message, warning=False)
 
     # Repairs
-
-    def _losses(self) -> Iterable[tuple[ClaimRecord, Sequence[str]]]:
-        """Prepared claims that lost something, or did when it was last checked, and what they have lost."""
-        for record, lost in self._preparer.losses():
-            if lost or (record.uid, ConditionType.LOST) in self._reported:
-                yield record, lost
 
     def _repair(self, record: ClaimRecord, lost: Sequence[str]) -> None:
         what = ", ".join(lost) or "what it had lost"

@@ -28,10 +28,7 @@ class Uninstall:
     def __init__(
         self, instructions: WatchedInstructions, checkpoint: Checkpoint, cdi: CdiDirectory, state_dir: Path
     ) -> None:
-        self._instructions = instructions
-        self._checkpoint = checkpoint
-        self._cdi = cdi
-        self._state_dir = state_dir
+        self._instructions, self._checkpoint, self._cdi, self._state_dir = instructions, checkpoint, cdi, state_dir
         self._logged = False
 
     def due(self) -> bool:

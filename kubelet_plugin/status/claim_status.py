@@ -80,11 +80,9 @@ class DeviceStatus:
 Statuses = Mapping[ClaimReference, Sequence[DeviceStatus]]
 
 
-UnhealthyReason = Callable[[str], str | None]
-"""Why the device with this name can't be used at present, or None."""
-
-
-def device_statuses(records: Iterable[ClaimRecord], unhealthy_reason: UnhealthyReason = lambda _: None) -> Statuses:
+def device_statuses(
+    records: Iterable[ClaimRecord], unhealthy_reason: Callable[[str], str | None] = lambda _: None
+) -> Statuses:
     """The device status of each prepared claim, from all checkpoint records of the node and the health of devices."""
     devices = [
         (record.reference, device) for record in records if record.phase == "prepared" for device in record.devices
@@ -220,10 +218,7 @@ class StatusWriter:
         steps: StepRunner | None = None,
         give_way: GiveWay = at_once,
     ) -> None:
-        self._client = client
-        self._driver = driver
-        self._desired = desired
-        self._now = now
+        self._client, self._driver, self._desired, self._now = client, driver, desired, now
         self._step = steps or StepRunner()
         self._states: dict[ClaimReference, ClaimWriteState] = {}
         # Prepared before this process: their status may be written already, with transition times to keep.
@@ -232,10 +227,7 @@ class StatusWriter:
         self._loop = Loop(
             "writing claim status", self._write_changes, CLAIM_STATUS_COALESCE_SECONDS, self._retry_delay, give_way
         )
-
-    def notify(self) -> None:
-        """Write changes soon. Cheap; may be called from any thread."""
-        self._loop.notify()
+        self.notify = self._loop.notify
 
     def run(self, stop: threading.Event) -> None:
         """Write at the start and at every notification until ``stop`` is set (then call ``notify`` once more)."""
@@ -316,10 +308,8 @@ class StatusWriter:
         if error.status == INVALID and DRIVER_PERMISSION in str(error):
             raise ApiError(str(error), FORBIDDEN) from error
         if error.status == INVALID and BYTES_DIFFER in str(error):
-            log.error(
-                "the API server rejects every write of this claim's status",
-                extra={"claim": str(claim), "why": WHY_BYTES},
-            )
+            extra = {"claim": str(claim), "why": WHY_BYTES}
+            log.error("the API server rejects every write of this claim's status", extra=extra)
             return True
         if error.status not in (NOT_FOUND, CONFLICT, INVALID):
             return False

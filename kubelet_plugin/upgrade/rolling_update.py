@@ -144,9 +144,7 @@ class RollingInstance:
         self, settings: NodeSettings, stop: threading.Event, observer: StepObserver[HandOver] = unobserved
     ) -> None:
         """Takes no lock yet. Raises EnvironmentFault if the state directory can't be used."""
-        self._settings = settings
-        self._stop = stop
-        self._observer = observer
+        self._settings, self._stop, self._observer = settings, stop, observer
         socket = settings.plugin_socket
         self._lock = InstanceLock(settings.state_dir, socket, plugin_socket(socket.parent, ""))
         self._asked = threading.Lock()
@@ -162,7 +160,11 @@ class RollingInstance:
         with ExitStack() as stack:
             self._sockets = PluginSockets(self._settings, self._lock, handler(self._hand_over))
             stack.callback(self._sockets.close)
-            self._take_over(stack)
+            if not self._take():
+                with self._standby_probes():
+                    self._wait_for_node(stack)
+            self._waiting_for = ""
+            self._remove_dead_sockets()
             while not self._stop.is_set():
                 self._work()
                 if not self._stop.is_set():
@@ -190,14 +192,6 @@ class RollingInstance:
             except EnvironmentFault as error:
                 log.warning("can't serve health probes", extra={"why": str(error)})
             yield
-
-    def _take_over(self, lasting: ExitStack) -> None:
-        """Become the owner, however long that takes, or return when ``stop`` is set."""
-        if not self._take():
-            with self._standby_probes():
-                self._wait_for_node(lasting)
-        self._waiting_for = ""
-        self._remove_dead_sockets()
 
     def _wait_for_node(self, lasting: ExitStack) -> None:
         awake = lasting.enter_context(ExitStack())
@@ -244,9 +238,8 @@ class RollingInstance:
         sockets = sibling_sockets(settings.plugin_socket, "dra*.sock")
         sockets += sibling_sockets(settings.registration_socket, f"{settings.driver_name}*-reg.sock")
         silent = [path for path in sockets if not is_listening(path)]
-        if silent and not self._stop.wait(
-            WITHDRAWN_QUIET_SECONDS / 4
-        ):  # a socket that is being created is served by then
+        # A socket that is being created is served after a moment.
+        if silent and not self._stop.wait(WITHDRAWN_QUIET_SECONDS / 4):
             for path in silent:
                 if not is_listening(path):
                     with suppress(OSError):
@@ -305,22 +298,19 @@ class RollingInstance:
 
     def _stand_by(self) -> None:
         """Leave the node to the successor, and take it back if the successor is gone."""
-        wait_until(
-            SUCCESSOR_START_TIMEOUT_SECONDS,
-            lambda: self._stop.is_set() or self._succeeded(),
-            HAND_OVER_POLL_INTERVAL_SECONDS,
-        )
+
+        def succeeded() -> bool:
+            """Whether the successor is the owner, or is gone; or this instance is to end."""
+            successor, has_owner = self._successor, self._lock.owner() is not None
+            return self._stop.is_set() or has_owner or successor is None or not is_listening(successor)
+
+        wait_until(SUCCESSOR_START_TIMEOUT_SECONDS, succeeded, HAND_OVER_POLL_INTERVAL_SECONDS)
         log.info("standing by", extra={"atWork": str(self._lock.owner())})
         with self._standby_probes():
             while not self._stop.wait(HAND_OVER_POLL_INTERVAL_SECONDS):
                 if self._take():
                     log.warning("taking the node back: its new plugin is gone")
                     return
-
-    def _succeeded(self) -> bool:
-        """Whether the successor is the owner, or is gone."""
-        successor = self._successor
-        return self._lock.owner() is not None or successor is None or not is_listening(successor)
 
     def _leave(self) -> None:
         """If there is another instance, wait until the kubelet knows it and no longer calls this one."""

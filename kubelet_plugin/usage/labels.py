@@ -49,15 +49,6 @@ def labels_of(claim: Claim) -> ClaimLabels:
     return ClaimLabels(tuple(pods), classes)
 
 
-def pod_of(paths: HostPaths, pid: int) -> str | None:
-    """The uid of the pod in whose cgroup the process is; None without one, or if the process has ended."""
-    try:
-        match = CGROUP_POD_UID.search(paths.read(f"/proc/{pid}/cgroup"))
-    except (OSError, ValueError):
-        return None
-    return None if match is None else match[1].replace("_", "-")
-
-
 class ClaimsAndPods:
     """Claims by the API server, and the pods of the processes of ``machine``."""
 
@@ -72,7 +63,12 @@ class ClaimsAndPods:
         return labels_of(claim)
 
     def pod_of_process(self, pid: int) -> str | None:
-        return pod_of(self._machine, pid)
+        """The uid of the pod in whose cgroup the process is; None without one, or if the process has ended."""
+        try:
+            match = CGROUP_POD_UID.search(self._machine.read(f"/proc/{pid}/cgroup"))
+        except (OSError, ValueError):
+            return None
+        return None if match is None else match[1].replace("_", "-")
 
 
 def reading_of_share(

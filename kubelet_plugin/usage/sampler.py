@@ -128,18 +128,22 @@ class UsageSampler:
         now = self._clock()
         devices = self._current(now)
         self._read_missing_labels(devices)
-        due = {usage.device.gpu_uuid for usage in devices.values() if usage.ended_at is None}
+        live = {key: usage for key, usage in devices.items() if usage.ended_at is None}
+        due = {usage.device.gpu_uuid for usage in live.values()}
         to_sample = [uuid for uuid in due if self._due.get(uuid, now) <= now]
         for uuid in to_sample:
-            self._sample_gpu(uuid, devices)
+            on_gpu = {
+                key: usage for key, usage in devices.items() if usage.device.gpu_uuid == uuid and not usage.ended_at
+            }
+            self._sample_gpu(uuid, devices, on_gpu)
             # A new claim is sampled again soon; the time doubles with each sample.
-            youngest = min(now - usage.since for usage in self._on(uuid, devices))
+            youngest = min(now - usage.since for usage in on_gpu.values())
             # All GPUs are sampled at multiples of the interval, together.
             until_next = self._interval - now % self._interval
             self._due[uuid] = now + min(until_next, max(FIRST_INTERVAL_SECONDS, youngest))
         self._due = {uuid: at for uuid, at in self._due.items() if uuid in due}
         self.devices = devices
-        self._reader.keep([target_of(usage.device) for usage in devices.values() if usage.ended_at is None])
+        self._reader.keep([target_of(usage.device) for usage in live.values()])
         if to_sample:
             self._file.save({key: usage.totals for key, usage in devices.items()})
         due_in = min(self._due.values(), default=now + self._interval) - self._clock()
@@ -169,7 +173,12 @@ class UsageSampler:
     def _begun(self, record: ClaimRecord, device: DeviceRecord, now: float) -> MeasuredDevice:
         """A device that is new, or that is another one than before: its partition was cut again."""
         self._due.pop(device.gpu_uuid, None)
-        begun = MeasuredDevice(record, device, self._saved_totals(record, device, now), since=now)
+        totals = self._saved.pop((record.uid, device.device), None)
+        if totals is None:
+            gpu = self._held.inventory.gpu(device.gpu_uuid)
+            slices = device.size or (1 if gpu is None else gpu.memory_slices) / device.shares
+            totals = UsageTotals(slices=float(slices), counted_at=now, active_at=now)
+        begun = MeasuredDevice(record, device, totals, since=now)
         for earlier in self.devices.values():
             # A claim may be created again under its name: its series go on.
             if earlier.series == begun.series:
@@ -177,16 +186,6 @@ class UsageSampler:
                 is_same_claim = earlier.record.uid == record.uid
                 return replace(begun, totals=totals, labels=earlier.labels if is_same_claim else None)
         return begun
-
-    def _saved_totals(self, record: ClaimRecord, device: DeviceRecord, now: float) -> UsageTotals:
-        saved = self._saved.pop((record.uid, device.device), None)
-        return saved or UsageTotals(slices=self._slices(device), counted_at=now, active_at=now)
-
-    def _slices(self, device: DeviceRecord) -> float:
-        if device.size is not None:
-            return float(device.size)
-        gpu = self._held.inventory.gpu(device.gpu_uuid)
-        return (gpu.memory_slices if gpu is not None else 1) / device.shares
 
     def _read_missing_labels(self, devices: dict[Key, MeasuredDevice]) -> None:
         """Read the claims that were not read yet; an API server that does not answer is asked again next time."""
@@ -204,14 +203,8 @@ class UsageSampler:
             read[usage.record.uid] = labels
             devices[key] = replace(usage, labels=labels)
 
-    def _on(self, gpu_uuid: str, devices: Mapping[Key, MeasuredDevice]) -> Iterable[MeasuredDevice]:
-        return (usage for usage in devices.values() if usage.device.gpu_uuid == gpu_uuid and usage.ended_at is None)
-
-    def _sample_gpu(self, uuid: str, devices: dict[Key, MeasuredDevice]) -> None:
-        """Read every device of claims on one GPU."""
-        on_gpu = {
-            key: usage for key, usage in devices.items() if usage.device.gpu_uuid == uuid and usage.ended_at is None
-        }
+    def _sample_gpu(self, uuid: str, devices: dict[Key, MeasuredDevice], on_gpu: Mapping[Key, MeasuredDevice]) -> None:
+        """Read every device of claims on one GPU, and set it in ``devices``."""
         targets = {target_of(usage.device) for usage in on_gpu.values()}
         try:
             readings = self._timeouts.run(uuid, partial(self._read, targets))

@@ -60,7 +60,7 @@ def test_nvml_is_found_through_links_that_mean_the_drivers_own_root(host: Path, 
 
 def test_containers_get_the_files_at_their_usual_places_from_below_the_driver_root(paths: HostPaths) -> None:
     files = find_driver_files(paths, DRIVER)
-    mounts = {mount.container_path: mount.host_path for mount in files.mounts}
+    mounts = files.mounts
     assert mounts[f"/{LIBRARIES}/libcuda.so.1"] == f"{DRIVER}/{LIBRARIES}/libcuda.so.580.95.05"
     assert mounts["/usr/bin/nvidia-smi"] == f"{DRIVER}/usr/bin/nvidia-smi"
     assert not [path for path in mounts if path.startswith("/lib64")], "each file once"
@@ -76,7 +76,7 @@ def test_a_directory_that_is_an_absolute_link_leads_into_the_drivers_root_and_no
         target = link.readlink().name
         link.unlink()
         link.symlink_to(target)
-    mounts = {mount.container_path: mount.host_path for mount in find_driver_files(paths, DRIVER).mounts}
+    mounts = find_driver_files(paths, DRIVER).mounts
     assert mounts[f"/{LIBRARIES}/libcuda.so.1"] == f"{DRIVER}/usr/lib/elsewhere/libcuda.so.580.95.05"
 
 

@@ -26,7 +26,7 @@ from kubelet_plugin.coexistence.other_drivers import (
     find_other_drivers,
     owners_of,
 )
-from kubelet_plugin.health import nvml_events
+from kubelet_plugin.inventory import scan
 from kubelet_plugin.inventory.published_devices import PublishPolicy
 from kubelet_plugin.settings import node_settings
 from tests.harness.waiting import wait_for
@@ -164,7 +164,7 @@ def test_a_claim_that_has_a_device_keeps_it_and_a_new_one_gets_none(node: NodeUn
 def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Short: below it are unix sockets."""
     monkeypatch.setattr(neighbour_watch, "DIRECTORY_CHECK_INTERVAL_SECONDS", 0.2)
-    monkeypatch.setattr(nvml_events, "EVENT_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(scan, "EVENT_TIMEOUT_SECONDS", 0.3)
     with tempfile.TemporaryDirectory(prefix="t") as folder:
         yield Path(folder)
 

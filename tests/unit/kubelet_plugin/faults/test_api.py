@@ -15,7 +15,6 @@ import pytest
 
 from driver.kube import client as transport
 from driver.kube import watch_cache
-from kubelet_plugin.health import nvml_events
 from kubelet_plugin.inventory import scan
 from tests.harness.waiting import wait_for
 from tests.support.api_server import SLICES
@@ -52,7 +51,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_cache, "WATCH_SECONDS", (1, 2))
     monkeypatch.setattr(watch_cache, "SILENCE_TIMEOUT_SECONDS", 2.3)
     monkeypatch.setattr(scan, "SCAN_INTERVAL_SECONDS", 0.3)
-    monkeypatch.setattr(nvml_events, "EVENT_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(scan, "EVENT_TIMEOUT_SECONDS", 0.3)
     monkeypatch.setattr(scan, "MIN_SCAN_INTERVAL_SECONDS", 0.1)
 
 

@@ -19,7 +19,7 @@ from driver.simulator import nvml_session
 from driver.simulator.description import NodeDescription, load_description
 from driver.simulator.node import SimulatedNode
 from driver.slices.build import CORDONED
-from kubelet_plugin.health.nvml_events import NvmlEventListener
+from kubelet_plugin.inventory.scan import NvmlEventListener
 from tests.support.health import HealthUnderTest
 from tests.support.node import NodeUnderTest, choosing, start_node
 from tests.support.published import build_slices

@@ -99,7 +99,7 @@ def test_a_gpu_for_shares_only_offers_nothing_else(tmp_path: Path) -> None:
 def test_an_ampere_gpu_in_mig_mode_offers_no_shares(tmp_path: Path) -> None:
     node = start_node(tmp_path, gpus="dgx-a100", sharing=GpuSharing(lambda _: 4))
     gpu = node.node.inventory.gpus[0]
-    node.host.request_mig_mode(gpu, enabled=True)
+    node.host.request_mig_mode(gpu)
     node.simulated.reset_gpu(0)
     node.scanner.scan(node.node.inventory)
     assert shares(node.offered(0)) == set()

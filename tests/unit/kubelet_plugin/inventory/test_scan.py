@@ -12,8 +12,7 @@ from driver.model.gpu import Gpu, MigMode, Partition
 from driver.model.offer import DeviceKind
 from driver.slices.build import UNAVAILABLE
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
-from kubelet_plugin.health.nvml_events import NvmlEventListener
-from kubelet_plugin.inventory.scan import ScanLoop, Scanner
+from kubelet_plugin.inventory.scan import NvmlEventListener, ScanLoop, Scanner
 from kubelet_plugin.settings import node_settings
 from tests.support.node import AllOurs, KeptNodeEvents, NodeUnderTest, choosing, start_node
 from tests.support.published import build_slices
@@ -50,7 +49,7 @@ def cut(node: NodeUnderTest, profile_name: str, gpu_index: int = 0, place: int =
     profile = gpu.profile_named(profile_name)
     assert profile is not None
     if not host.mig_enabled(gpu):
-        host.request_mig_mode(gpu, enabled=True)
+        host.request_mig_mode(gpu)
     created = host.create_gpu_instance(gpu, profile, profile.placements[place])
     return gpu, host.create_compute_instance(gpu, created)
 
@@ -148,7 +147,7 @@ def test_our_own_switch_is_published_without_another_look(node: NodeUnderTest) -
 def test_an_event_makes_it_look_at_once(node: NodeUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kubelet_plugin.inventory.scan.SCAN_INTERVAL_SECONDS", 60.0)
     monkeypatch.setattr("kubelet_plugin.inventory.scan.MIN_SCAN_INTERVAL_SECONDS", 0.0)
-    monkeypatch.setattr("kubelet_plugin.health.nvml_events.EVENT_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr("kubelet_plugin.inventory.scan.EVENT_TIMEOUT_SECONDS", 0.05)
     seen = threading.Event()
     listener, changes = NvmlEventListener(node.host, node.scanner), ChangeNotifier()
     changes.subscribe(NodeChange.HARDWARE, seen.set)
@@ -194,7 +193,7 @@ class TestAmpere:
     def test_a_gpu_offers_what_its_mode_allows(self, tmp_path: Path) -> None:
         node = start_node(tmp_path, gpus="dgx-a100")
         assert self.kinds(node) == {DeviceKind.FULL}
-        node.host.request_mig_mode(node.node.inventory.gpus[0], enabled=True)
+        node.host.request_mig_mode(node.node.inventory.gpus[0])
         node.simulated.reset_gpu(0)
         assert look(node)
         assert self.kinds(node, 0) == {DeviceKind.PARTITION}

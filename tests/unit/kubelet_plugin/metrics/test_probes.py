@@ -21,7 +21,6 @@ from driver.hardware import node_gpus as hardware_host
 from driver.kube.events import Recorder
 from driver.simulator.node import SimulatedNode
 from kubelet_plugin.dra.protocol.generated import registration_v1_pb2
-from kubelet_plugin.health import nvml_events
 from kubelet_plugin.inventory import scan
 from kubelet_plugin.metrics import probes
 from kubelet_plugin.metrics.probes import CDI_REASONS, DirectoryProbe, SocketCheck
@@ -108,7 +107,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes seconds takes tenths."""
     monkeypatch.setattr(scan, "SCAN_INTERVAL_SECONDS", 0.2)
     monkeypatch.setattr(scan, "MIN_SCAN_INTERVAL_SECONDS", 0.1)
-    monkeypatch.setattr(nvml_events, "EVENT_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(scan, "EVENT_TIMEOUT_SECONDS", 0.3)
     monkeypatch.setattr(hardware_host, "GPU_ANSWER_TIMEOUT_SECONDS", 1.0)
     monkeypatch.setattr(probes, "SCAN_TIMEOUT_SECONDS", 3.0)
     monkeypatch.setattr(probes, "DIRECTORY_PROBE_INTERVAL_SECONDS", 0.2)
