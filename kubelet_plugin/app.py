@@ -33,7 +33,7 @@ from kubelet_plugin.claims.killable_steps import NodeStep, Observer, StepRunner
 from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.preparer import ClaimReader, Preparer
 from kubelet_plugin.claims.time_slices import TimeSlices
-from kubelet_plugin.coexistence.other_drivers import GpuReservations, OtherDriverWatch
+from kubelet_plugin.coexistence.other_drivers import OtherDriverWatch
 from kubelet_plugin.dra.health_service import HealthService
 from kubelet_plugin.dra.service import DraService
 from kubelet_plugin.dra.sockets import PluginSockets, Registry, SocketServer
@@ -116,12 +116,11 @@ class NodePlugin:
         checkpoint = Checkpoint(settings.state_dir)
         with self._step(NodeStep.LOAD_CHECKPOINT):
             records = checkpoint.load()
-        reservations = GpuReservations()
-        self._scanner = Scanner(host, settings, reservations, self._events)
+        self._scanner = Scanner(host, settings, self._events)
         with self._step(NodeStep.DISCOVER):
             inventory = _discover(self._scanner, records, settings)
         self._other_drivers = OtherDriverWatch(
-            self._api.client, settings, reservations, inventory, self._scanner, self._changes, self._events
+            self._api.client, settings, inventory, self._scanner, self._changes, self._events
         )
         specs = SpecFormat(settings.driver_name, find_driver_files(paths, settings.driver_root))
         self._held = HeldClaims(

@@ -110,11 +110,7 @@ def number_gpus(gpus: Iterable[Gpu], kept: Mapping[str, int]) -> dict[str, int]:
     numbers = {gpu.uuid: kept[gpu.uuid] for gpu in ordered if gpu.uuid in kept}
     taken = set(kept.values())
     for gpu in ordered:
-        if gpu.uuid in numbers:
-            continue
-        number = gpu.minor
-        while number in taken:
-            number += 1
-        numbers[gpu.uuid] = number
-        taken.add(number)
+        if gpu.uuid not in numbers:
+            numbers[gpu.uuid] = next(number for number in count(gpu.minor) if number not in taken)
+            taken.add(numbers[gpu.uuid])
     return numbers

@@ -18,7 +18,6 @@ from driver.kube.reads import NODE, RESOURCE_GROUP, read_object
 from driver.kube.slice_types import ResourceSlice
 from driver.kube.types import Metadata, Node
 from driver.kube.watch_cache import WatchCache
-from driver.model.gpu import Gpu
 from driver.model.plan import OWNED_SUFFIX
 from kubelet_plugin.changes import ChangeNotifier, NodeChange, NodeEventSink
 from kubelet_plugin.inventory.inventory import Inventory
@@ -152,28 +151,13 @@ def gpus_of(item: ResourceSlice) -> frozenset[str] | None:
     return item.spec.gpu_uuids
 
 
-class GpuReservations:
-    """The GPUs that are reserved for other drivers, with their owners by UUID.
-
-    Until other drivers are ``known``, every GPU counts as reserved.
-    """
-
-    def __init__(self) -> None:
-        self.known = False
-        self.owners: Mapping[str, OtherDriver] = {}
-
-    def is_reserved(self, gpu: Gpu) -> bool:
-        return not self.known or gpu.uuid in self.owners
-
-
 class OtherDriverWatch:
-    """Sets the GPUs that are reserved for other drivers, in ``reservations`` and in the inventory."""
+    """Sets the GPUs that are reserved for other drivers in the inventory."""
 
     def __init__(
         self,
         client: KubeClient,
         settings: NodeSettings,
-        reservations: GpuReservations,
         inventory: Inventory,
         scanner: Scanner,
         changes: ChangeNotifier,
@@ -182,7 +166,8 @@ class OtherDriverWatch:
         self._client = client
         self._node, self._driver = settings.node_name, settings.driver_name
         self._kubelet_dir, self._trusting = settings.kubelet_dir, settings.neighbours == "exclude"
-        self._reservations, self._inventory, self._scanner = reservations, inventory, scanner
+        self._inventory, self._scanner = inventory, scanner
+        self._known, self._owners = False, dict[str, OtherDriver]()
         self._changes, self._events = changes, events
         self._reported: dict[str, str] = {}
         self._object = Node(Metadata(self._node))
@@ -201,13 +186,13 @@ class OtherDriverWatch:
 
     def wait_until_known(self) -> None:
         """Return when other drivers are known; their GPUs must never be published. Raises ApiError."""
-        if not self._reservations.known:
+        if not self._known:
             self._check(read_node=True)
 
     def not_ready(self) -> str | None:
         """Why the node is not ready because of other drivers, or None."""
-        owners = self._reservations.owners
-        if not self._reservations.known:
+        owners = self._owners
+        if not self._known:
             return "it is not known yet whether other drivers use GPUs of this node"
         if self._trusting or not owners:
             return None
@@ -239,7 +224,7 @@ class OtherDriverWatch:
 
     def _check(self, *, read_node: bool) -> None:
         with self._checking:
-            if read_node or not self._reservations.known:
+            if read_node or not self._known:
                 self._object = read_object(self._client, f"/api/v1/nodes/{self._node}", NODE, any_age=True)
                 if not self._listed.wait(LIST_TIMEOUT_SECONDS):
                     raise ApiError(f"the ResourceSlices of {NVIDIA_DRIVER} can't be listed")
@@ -247,7 +232,7 @@ class OtherDriverWatch:
             published = frozenset[str]().union(*slices) if slices else None
             node = self._object
             self._apply(NodeSigns(node.status.allocatable, node.metadata.labels, published, self._sockets()))
-            self._reservations.known = True
+            self._known = True
 
     def _apply(self, signs: NodeSigns) -> None:
         ours = [gpu.uuid for gpu in self._inventory.gpus]
@@ -257,7 +242,7 @@ class OtherDriverWatch:
             driver.name: advice(driver, list(owners.values()).count(driver), len(ours), trusting=self._trusting)
             for driver in drivers
         }
-        before, self._reservations.owners = self._reservations.owners, owners
+        before, self._owners = self._owners, owners
         self._report(messages, {owner.name for owner in owners.values()})
         changed = self._inventory.set_reserved({uuid: f"{owner}{OWNED_SUFFIX}" for uuid, owner in owners.items()})
         if changed or before.keys() != owners.keys():

@@ -81,6 +81,7 @@ class Inventory:
         self._foreign: dict[str, ForeignPartitions] = defaultdict(ForeignPartitions)
         self._conditions: dict[str, tuple[DeviceCondition, ...]] = {}
         self._reserved: Mapping[str, str] = {}
+        self._reservations_known = False
         self._switched: dict[str, MigMode] = {}
         self.update(gpus, {})
 
@@ -211,8 +212,13 @@ class Inventory:
         """
         with self._lock:
             changed = self._reserved != reserved
-            self._reserved = dict(reserved)
+            self._reserved, self._reservations_known = dict(reserved), True
         return changed
+
+    def is_reserved(self, gpu: Gpu) -> bool:
+        """Whether ``gpu`` must not be changed: it is reserved for another driver, or that is not known yet."""
+        with self._lock:
+            return not self._reservations_known or gpu.uuid in self._reserved
 
     def reserved_reason(self, uid: str, gpu: Gpu) -> str | None:
         """Why ``gpu`` is reserved for another driver; None if it is not, or if the claim ``uid`` already holds it."""

@@ -38,13 +38,6 @@ EVENT_TIMEOUT_SECONDS = 5.0
 RESET_PENDING = "waits for a reset"
 
 
-class ReservedGpus(Protocol):
-    """The GPUs that are reserved for other drivers (``coexistence``)."""
-
-    def is_reserved(self, gpu: Gpu) -> bool:
-        """Whether ``gpu`` must not be changed: it is reserved, or that is not known yet."""
-
-
 class ScanFollower(Protocol):
     """A part that acts on every scan."""
 
@@ -55,8 +48,8 @@ class ScanFollower(Protocol):
 class Scanner:
     """``excluded_count`` is the number of GPUs that settings exclude, by the last scan."""
 
-    def __init__(self, host: Host, settings: NodeSettings, reservations: ReservedGpus, events: NodeEventSink) -> None:
-        self._host, self._settings, self._reservations, self._events = host, settings, reservations, events
+    def __init__(self, host: Host, settings: NodeSettings, events: NodeEventSink) -> None:
+        self._host, self._settings, self._events = host, settings, events
         self._reported: dict[str, str] = {}
         self._gone: dict[str, set[Placement]] = {}
         self.due = threading.Event()
@@ -64,18 +57,21 @@ class Scanner:
 
         self.excluded_count = 0
 
-    def discover(self) -> tuple[list[Gpu], dict[int, str]]:
-        """The GPUs that are ours, and by index why others did not respond. Raises HardwareError."""
+    def discover(self, inventory: Inventory | None = None) -> tuple[list[Gpu], dict[int, str]]:
+        """The GPUs that are ours, and by index why others did not respond. Raises HardwareError.
+
+        MIG mode is requested only on GPUs that ``inventory`` knows not to be reserved for another driver.
+        """
         discovery, settings = self._host.discover(), self._settings
         ours = [gpu for gpu in discovery.gpus if gpu in settings.include_gpus and gpu not in settings.exclude_gpus]
         self.excluded_count = sum(gpu in settings.exclude_gpus for gpu in discovery.gpus)
-        self._report(discovery.faults, ours)
+        self._report(discovery.faults, ours, inventory)
         return ours, {fault.index: fault.reason for fault in discovery.faults}
 
     def scan(self, inventory: Inventory, followers: Iterable[ScanFollower] = ()) -> bool:
         """Update ``inventory``; returns whether anything changed."""
         try:
-            gpus, reasons = self.discover()
+            gpus, reasons = self.discover(inventory)
         except RecoverableError as error:
             gpus, reasons = [], {gpu.index: str(error) for gpu in inventory.gpus}
         by_index = {gpu.index: gpu.uuid for gpu in inventory.gpus}
@@ -136,11 +132,11 @@ class Scanner:
         offered = (d.name for d in devices if d.profile is not None and (d.profile.id, d.placement) in places)
         return ForeignPartitions(mask, frozenset(offered))
 
-    def _report(self, faults: Iterable[GpuFault], ours: Iterable[Gpu]) -> None:
+    def _report(self, faults: Iterable[GpuFault], ours: Iterable[Gpu], inventory: Inventory | None) -> None:
         """Log each fault of a GPU once while it lasts."""
         current = {str(fault): fault.reason for fault in faults}
         by_uuid = {gpu.uuid: gpu for gpu in ours}
-        mig_faults = {uuid: self._mig_fault(gpu) for uuid, gpu in by_uuid.items()}
+        mig_faults = {uuid: self._mig_fault(gpu, inventory) for uuid, gpu in by_uuid.items()}
         current |= {uuid: reason for uuid, reason in mig_faults.items() if reason is not None}
         for gone in self._reported.keys() - current.keys():
             log.info("GPU has recovered", extra={"gpu": gone})
@@ -157,13 +153,13 @@ class Scanner:
                     self.scan_soon()  # so that the slices show it, too
         self._reported = current
 
-    def _mig_fault(self, gpu: Gpu) -> str | None:
+    def _mig_fault(self, gpu: Gpu, inventory: Inventory | None) -> str | None:
         """Why the MIG mode of ``gpu`` is not as configured, or None; requests MIG mode if settings name the GPU."""
         if gpu.mig_mode in (MigMode.RESET_TO_ENABLE, MigMode.RESET_TO_DISABLE):
             return f"{RESET_PENDING}: MIG mode {gpu.mig_mode}"
         if gpu.toggles_freely or gpu.mig_mode is not MigMode.DISABLED or gpu not in self._settings.mig_gpus:
             return None
-        if self._reservations.is_reserved(gpu):
+        if inventory is None or inventory.is_reserved(gpu):
             return None
         try:
             in_force = self._host.request_mig_mode(gpu)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from driver.errors import NOT_FOUND, ApiError
 from driver.hardware.host_paths import HostPaths
-from driver.kube.types import Claim
+from driver.kube.types import Claim, Consumer
 from driver.model.usage import UsageReading
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.preparer import ClaimReader
@@ -18,15 +18,10 @@ CGROUP_POD_UID = re.compile(r"pod([0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][
 """Uid of a pod in the name of its cgroup; the systemd driver has "_" for "-" (kubelet, cgroup_manager_linux.go)."""
 
 
-class PodReference(NamedTuple):
-    name: str
-    uid: str
-
-
 class ClaimLabels(NamedTuple):
     """``classes`` is the DeviceClass of each request, by ``request`` or ``request/alternative``."""
 
-    pods: tuple[PodReference, ...]
+    pods: tuple[Consumer, ...]
     classes: Mapping[str, str]
 
     @property
@@ -39,14 +34,12 @@ class ClaimLabels(NamedTuple):
 
 
 def labels_of(claim: Claim) -> ClaimLabels:
-    pods = (PodReference(user.name, user.uid) for user in claim.status.reserved_for if user.resource == "pods")
-    classes: dict[str, str] = {}
-    for request in claim.spec.devices.requests:
-        for alternative in request.first_available:
-            classes[f"{request.name}/{alternative.name}"] = alternative.device_class_name
-        if request.exactly is not None:
-            classes[request.name] = request.exactly.device_class_name
-    return ClaimLabels(tuple(pods), classes)
+    classes = {
+        request.name_of(alternative): alternative.device_class_name
+        for request in claim.spec.devices.requests
+        for alternative in request.alternatives
+    }
+    return ClaimLabels(tuple(user for user in claim.status.reserved_for if user.resource == "pods"), classes)
 
 
 class ClaimsAndPods:

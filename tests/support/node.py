@@ -12,7 +12,7 @@ from typing import Any
 from driver.hardware.host_paths import HostPaths, boot_id
 from driver.hardware.node_gpus import Host
 from driver.model.device import number_gpus
-from driver.model.gpu import Gpu, Partition
+from driver.model.gpu import Partition
 from driver.simulator.description import NodeDescription, load_description
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.latency import ZERO_LATENCY
@@ -43,13 +43,6 @@ def choosing(**flags: object) -> NodeSettings:
 
 
 EVERY_GPU_AS_FOUND = choosing()
-
-
-class AllOurs:
-    """No GPU is reserved for another driver."""
-
-    def is_reserved(self, gpu: Gpu) -> bool:
-        return False
 
 
 @dataclass
@@ -144,10 +137,12 @@ def start_node(
     host = open_host(simulated)
     checkpoint = Checkpoint(root / "state")
     records = checkpoint.load()
-    scanner = Scanner(host, choice, AllOurs(), KeptNodeEvents())
+    scanner = Scanner(host, choice, KeptNodeEvents())
     found, _ = scanner.discover()
     kept = {device.gpu_uuid: device.number for record in records for device in record.devices}
     inventory = Inventory(found, number_gpus(found, kept), sharing, held_shares(records))
+    inventory.set_reserved({})
+    scanner.discover(inventory)  # which asks for MIG mode
     paths = paths_of(simulated)
     cdi = CdiDirectory(root / "cdi", SpecFormat(DRIVER, find_driver_files(paths, Path("/"))))
     pool = Pool(NODE, DRIVER)

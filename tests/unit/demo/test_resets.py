@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from driver.model.gpu import Gpu
 from driver.simulator.description import load_description
 from driver.simulator.node import describe
 from kubelet_plugin.inventory.scan import Scanner
@@ -35,14 +34,15 @@ class LatePlugin:
         self.looks = 0
         self._under = start_node(root, gpus=load_description(str(FIVE_A100)))
         self._asks_at = asks_at
-        self._scanner = Scanner(self._under.host, choosing(mig_gpus="2,3"), self, KeptNodeEvents())
-
-    def is_reserved(self, gpu: Gpu) -> bool:
-        return self.looks < self._asks_at[gpu.index]
+        self._scanner = Scanner(self._under.host, choosing(mig_gpus="2,3"), KeptNodeEvents())
 
     def devices(self) -> dict[str, dict[str, Any]]:
         self.looks += 1
-        self._scanner.scan(self._under.node.inventory)
+        inventory = self._under.node.inventory
+        asks_later = [gpu.uuid for gpu in inventory.gpus if self.looks < self._asks_at.get(gpu.index, 0)]
+        inventory.set_reserved(dict.fromkeys(asks_later, "another driver owns it"))
+        self._scanner.scan(inventory)
+        inventory.set_reserved({})
         slices = build_slices(self._under.node.pool, self._under.node.inventory.published())
         return {device["name"]: device for content in slices.values() for device in content.get("devices", ())}
 

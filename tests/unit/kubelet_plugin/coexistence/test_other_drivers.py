@@ -19,7 +19,6 @@ from kubelet_plugin.changes import ChangeNotifier
 from kubelet_plugin.coexistence import other_drivers as neighbour_watch
 from kubelet_plugin.coexistence.other_drivers import (
     NVIDIA_DRIVER,
-    GpuReservations,
     NodeSigns,
     OtherDriverWatch,
     advice,
@@ -255,9 +254,7 @@ def test_readiness_is_asked_for_in_the_moment_in_which_a_neighbour_is_found(root
         settings = node_settings(node_name=NODE, driver_name=DRIVER, kubelet_dir=root)
         inventory: Any = SimpleNamespace(gpus=[SimpleNamespace(uuid="GPU-a")], set_reserved=lambda _: False)
         excluded: Any = SimpleNamespace(excluded_count=0)
-        watch = OtherDriverWatch(
-            api.server.client(), settings, GpuReservations(), inventory, excluded, ChangeNotifier(), Teller()
-        )
+        watch = OtherDriverWatch(api.server.client(), settings, inventory, excluded, ChangeNotifier(), Teller())
         with in_thread(watch.cache.run, api.end_watches), in_thread(watch.run, watch.wake):
             wait_for(lambda: watch.not_ready() is None, 20, "nobody is there")
             store_node(api, gpu="1")

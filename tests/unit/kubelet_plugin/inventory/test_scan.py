@@ -14,7 +14,7 @@ from driver.slices.build import UNAVAILABLE
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.inventory.scan import NvmlEventListener, ScanLoop, Scanner
 from kubelet_plugin.settings import node_settings
-from tests.support.node import AllOurs, KeptNodeEvents, NodeUnderTest, choosing, start_node
+from tests.support.node import KeptNodeEvents, NodeUnderTest, choosing, start_node
 from tests.support.published import build_slices
 from tests.support.running import eventually, in_thread
 
@@ -215,7 +215,7 @@ class TestAmpere:
     def test_whoever_can_reset_a_gpu_is_told_once_that_it_waits_for_that(self, tmp_path: Path) -> None:
         node = start_node(tmp_path, gpus="dgx-a100")
         events = KeptNodeEvents()
-        scanner = Scanner(node.host, choosing(mig_gpus="2"), AllOurs(), events)
+        scanner = Scanner(node.host, choosing(mig_gpus="2"), events)
         for _ in range(3):
             scanner.scan(node.node.inventory)
         [(reason, message)] = events.told

@@ -9,14 +9,14 @@ import pytest
 
 from driver.clock import seconds_time
 from driver.errors import ApiError
-from driver.kube.types import PodDetails
+from driver.kube.types import Consumer, PodDetails
 from driver.model.gpu import Gpu
 from driver.model.offer import DeviceKind
 from driver.model.usage import GpuProcess, UsageReading, UsageTotals
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.usage.full_partitions import SUSPECT_SECONDS, FullPartitions
-from kubelet_plugin.usage.labels import ClaimLabels, PodReference
+from kubelet_plugin.usage.labels import ClaimLabels
 from kubelet_plugin.usage.sampler import MeasuredDevice
 from tests.support.clock import FakeClock
 from tests.support.gpus import gpu_of
@@ -45,7 +45,7 @@ def usage(now: UsageReading | None) -> MeasuredDevice:
         profile_id=PROFILE.id if PROFILE else None,
     )
     record = ClaimRecord(1, "default", "claim", "uid-1", "prepared", (device,))
-    labels = ClaimLabels((PodReference("pod", "uid-pod"),), {"gpu": "small"})
+    labels = ClaimLabels((Consumer("pods", "pod", "uid-pod"),), {"gpu": "small"})
     return MeasuredDevice(record, device, UsageTotals(1.0, 0.0, 0.0), 0.0, labels, now)
 
 
