@@ -171,7 +171,7 @@ class Machine:
         description: NodeDescription,
         root: Path,
         latency: Latency,
-        sleep: Callable[[float], None],
+        sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.description = description

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +40,13 @@ class SimulatedNode(Machine):
     ``nvml`` is used in place of the module pynvml, ``root`` in place of ``/``.
     """
 
-    def __init__(
-        self,
-        description: NodeDescription,
-        root: Path,
-        latency: Latency,
-        sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        super().__init__(description, root, latency, sleep, clock)
-        self.nvml, self.faults = SimulatedNvml(self), FaultControl(self)
+    @cached_property
+    def nvml(self) -> SimulatedNvml:
+        return SimulatedNvml(self)
+
+    @cached_property
+    def faults(self) -> FaultControl:
+        return FaultControl(self)
 
     @classmethod
     def open(

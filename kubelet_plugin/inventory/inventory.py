@@ -287,20 +287,19 @@ class Inventory:
             held = {device.name: device for _, devices in self._held.values() for device in devices}
             names = policy.held - held.keys()
             allocated = [self._devices[name] for name in names if name in self._devices]
-            gpus = [self._publishable(gpu, tuple(held.values()), allocated) for gpu in self._gpus.values()]
+            gpus = [
+                PublishableGpu(
+                    gpu,
+                    self._numbers[uuid],
+                    self._by_gpu[uuid],
+                    prepared=tuple(device for device in held.values() if device.gpu.uuid == uuid),
+                    allocated=tuple(device for device in allocated if device.gpu.uuid == uuid),
+                    shares_only=gpu in self._sharing.only,
+                    foreign=self._foreign[uuid],
+                    reserved=uuid in self._reserved,
+                    fault=self._faults.get(uuid),
+                    conditions=self._conditions.get(uuid, ()),
+                )
+                for uuid, gpu in self._gpus.items()
+            ]
         return [gpu.published(policy) for gpu in gpus]
-
-    def _publishable(self, gpu: Gpu, all_held: Sequence[Device], all_allocated: Sequence[Device]) -> PublishableGpu:
-        """The caller holds the lock."""
-        return PublishableGpu(
-            gpu,
-            self._numbers[gpu.uuid],
-            self._by_gpu[gpu.uuid],
-            prepared=tuple(device for device in all_held if device.gpu.uuid == gpu.uuid),
-            allocated=tuple(device for device in all_allocated if device.gpu.uuid == gpu.uuid),
-            shares_only=gpu in self._sharing.only,
-            foreign=self._foreign[gpu.uuid],
-            reserved=gpu.uuid in self._reserved,
-            fault=self._faults.get(gpu.uuid),
-            conditions=self._conditions.get(gpu.uuid, ()),
-        )
