@@ -125,7 +125,11 @@ def as_text(results: Sequence[CheckResult]) -> str:
     problems = [(result.check, finding) for result in results for finding in result.findings]
     unread = sum(result.state is CheckState.UNREAD for result in results)
     table = columns(["CHECK", "STATE", "SUMMARY"], rows)
-    return "\n".join([table, "", *(_finding_text(*problem) for problem in problems), _verdict(len(problems), unread)])
+    lines = [table, ""]
+    for check, finding in problems:
+        about, message, remedy = map(printable, (finding.about, finding.message, finding.remedy))
+        lines.append(f"{check}: {click.style(about, bold=True)} {message}\n    -> {remedy}")
+    return "\n".join([*lines, _verdict(len(problems), unread)])
 
 
 def as_json(results: Sequence[CheckResult]) -> list[dict[str, object]]:
@@ -139,11 +143,6 @@ def as_json(results: Sequence[CheckResult]) -> list[dict[str, object]]:
         }
         for result in results
     ]
-
-
-def _finding_text(check: str, finding: Problem) -> str:
-    about, message, remedy = map(printable, (finding.about, finding.message, finding.remedy))
-    return f"{check}: {click.style(about, bold=True)} {message}\n    -> {remedy}"
 
 
 def _verdict(found: int, unread: int) -> str:

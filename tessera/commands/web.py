@@ -10,7 +10,6 @@ import webbrowser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import click
 
@@ -29,12 +28,6 @@ FORWARDING = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+) -> ")
 STOP_SECONDS = 5.0
 
 REMEDY = "helm upgrade tessera deploy/tessera -n {} --reuse-values --set controller.webAddress=127.0.0.1:8082"
-
-
-class Target(NamedTuple):
-    pod: str
-    port: int
-    scheme: str
 
 
 @click.command()
@@ -62,12 +55,12 @@ def web(namespace: str, port: int, *, no_browser: bool, kubeconfig: Path | None)
     is_open = False
     try:
         while True:
-            target = _find(client, namespace)
-            ports = f"{port or ''}:{target.port}"
+            pod, remote_port, scheme = _find(client, namespace)
+            ports = f"{port or ''}:{remote_port}"
             command = [kubectl, *config, f"--namespace={namespace}", "port-forward", "--address=127.0.0.1"]
-            with _forwarding([*command, f"pod/{target.pod}", ports]) as (process, port):
+            with _forwarding([*command, f"pod/{pod}", ports]) as (process, port):
                 if not is_open:
-                    is_open, url = True, f"{target.scheme}://127.0.0.1:{port}/"
+                    is_open, url = True, f"{scheme}://127.0.0.1:{port}/"
                     click.echo(f"The web page is at {url} until Ctrl-C.")
                     if not no_browser and not webbrowser.open(url):
                         click.echo("No browser could be started: open the address yourself.", err=True)
@@ -78,8 +71,8 @@ def web(namespace: str, port: int, *, no_browser: bool, kubeconfig: Path | None)
         return
 
 
-def _find(client: KubeClient, namespace: str) -> Target:
-    """A controller pod that serves the page. Raises FatalError if there is none."""
+def _find(client: KubeClient, namespace: str) -> tuple[str, int, str]:
+    """A controller pod that serves the page, its port and the URL's scheme. Raises FatalError if there is none."""
     pods = read_pods(client, namespace, CONTROLLERS)
     if not pods:
         raise FatalError(f"namespace {namespace} has no controller of Tessera; --namespace names that of the release")
@@ -90,7 +83,7 @@ def _find(client: KubeClient, namespace: str) -> Target:
         if (port := pod.port(PORT_NAME)) is not None:
             arguments = (argument for container in pod.spec.containers for argument in container.args)
             is_secure = any(argument.startswith("--web-tls-cert") for argument in arguments)
-            return Target(pod.metadata.name, port, "https" if is_secure else "http")
+            return pod.metadata.name, port, "https" if is_secure else "http"
     remedy = REMEDY.format(namespace)
     raise FatalError(f"the web page is off: the chart's value controller.webAddress is empty; {remedy}")
 

@@ -47,11 +47,7 @@ class HttpReader:
             self._headers["Authorization"] = f"Bearer {_token(token_file)}"
         self._pool = urllib3.PoolManager(retries=urllib3.Retry(total=0, redirect=0))
 
-    def text(self) -> str:
-        """The document at the address. Raises ApiError."""
-        return self.get("", {}).decode("utf-8", "replace")
-
-    def get(self, path: str, query: Mapping[str, str]) -> bytes:
+    def get(self, path: str, query: Mapping[str, str] | None = None) -> bytes:
         """The body of a 200, or of an error that says in JSON what is wrong. Raises ApiError."""
         url = f"{self._base}{path}" + (f"?{urlencode(query)}" if query else "")
         deadline = time.monotonic() + HTTP_TIMEOUT_SECONDS

@@ -134,14 +134,14 @@ def read_cluster(client: KubeClient, driver: str, namespace: str) -> Reading:
     return read_pages(sources)
 
 
-def _text(client: KubeClient, path: str) -> str:
+def _text(client: KubeClient | HttpReader, path: str) -> str:
     return client.get(path).decode("utf-8", "replace")
 
 
 def read_urls(urls: Sequence[str]) -> Reading:
     """Read pages directly. Raises UsageError if an address is not one."""
     readers = [HttpReader("--node-metrics", url) for url in urls]
-    return read_pages({reader.name: [reader.text] for reader in readers})
+    return read_pages({reader.name: [partial(_text, reader, "")] for reader in readers})
 
 
 def read_pages(sources: Mapping[str, Sequence[Callable[[], str]]]) -> Reading:

@@ -71,12 +71,9 @@ class Prometheus:
     def __init__(self, address: str, token_file: Path | None = None) -> None:
         """Raises UsageError."""
         self._http = HttpReader("--prometheus", address, token_file)
+        self.name = self._http.name
         self._at: float | None = None
         self.warnings: dict[str, None] = {}
-
-    @property
-    def name(self) -> str:
-        return self._http.name
 
     def query(self, expression: str) -> Iterator[tuple[Mapping[str, str], float]]:
         """Labels and values. Raises EnvironmentFault if there is no answer, FatalError if it is no result."""
