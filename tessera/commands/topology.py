@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from driver.hardware.node_gpus import GpuFault, Host
+from driver.hardware.node_gpus import GpuFault
 from driver.hardware.topology import Nic, Place, find_nics, level, links_between, place_of
 from driver.model.gpu import Gpu, Partition
 from kubelet_plugin.inventory.open_hardware import open_host
@@ -69,21 +69,12 @@ def topology(output: str, **flags: Any) -> None:
     """
     settings = node_settings(node_name="this-node", sim_latency="zero", **flags)
     with open_host(settings, lasting=False) as (host, paths):
-        layout = _read(host, paths.root)
+        discovery, nics = host.discover(), find_nics(paths.root)
+        places = [place_of(paths.root, gpu.pci_bus_id) for gpu in discovery.gpus] + [nic.place for nic in nics]
+        partitions = [host.partitions(gpu) for gpu in discovery.gpus]
+    layout = Topology(discovery.gpus, nics, places, partitions, discovery.faults)
     gpus = [_gpu_as_json(layout, index) for index in range(len(layout.gpus))]
     click.echo(json.dumps(gpus, indent=2) if output == "json" else _as_text(layout, gpus))
-
-
-def _read(host: Host, root: Path) -> Topology:
-    """Read everything from the hardware. Raises HardwareError."""
-    discovery, nics = host.discover(), find_nics(root)
-    return Topology(
-        gpus=discovery.gpus,
-        nics=nics,
-        places=[*(place_of(root, gpu.pci_bus_id) for gpu in discovery.gpus), *(nic.place for nic in nics)],
-        partitions=[host.partitions(gpu) for gpu in discovery.gpus],
-        faults=discovery.faults,
-    )
 
 
 def _as_text(found: Topology, gpus: Sequence[dict[str, Any]]) -> str:

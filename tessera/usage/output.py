@@ -57,8 +57,8 @@ def headline(report: Report, style: Style) -> str:
     parts = [f"allocated {number(amounts.allocated)}{of} {style.unit}, {_used(amounts)}"]
     if style.period is not None:
         parts = [f"last {style.period}: {parts[0]}, idle {_known(amounts, amounts.idle)}"]
-    elif report.total.idle.known or not report.reading.devices:
-        parts.append(f"idle {style.idle_after}: {counted(report.total.idle.idle, 'claim')}")
+    elif report.total.idle_claims is not None or not report.reading.devices:
+        parts.append(f"idle {style.idle_after}: {counted(report.total.idle_claims or 0, 'claim')}")
     else:
         parts.append(f"idle {style.idle_after}: unknown")
     if (cost := report.total.cost) is not None:
@@ -88,7 +88,7 @@ def _cells(row: Row, style: Style) -> dict[str, str]:
     cells = {"ALLOCATED": number(amounts.allocated), "USED": _known(amounts, amounts.used), "USED %": _percent(amounts)}
     if style.period is None:
         memory = NOTHING_KNOWN if row.memory is None else f"{row.memory[0] / 2**30:.1f}/{row.memory[1] / 2**30:.1f} GiB"
-        idle = str(row.idle.idle) if row.idle.known else NOTHING_KNOWN
+        idle = NOTHING_KNOWN if row.idle_claims is None else str(row.idle_claims)
         cells = {"CLAIMS": str(row.claims), **cells, "MEMORY": memory, f"IDLE {style.idle_after.upper()}": idle}
     else:
         cells["IDLE"] = _known(amounts, amounts.idle)
@@ -171,7 +171,7 @@ def _fields(row: Row, style: Style) -> dict[str, float | None]:
     if style.period is None:
         found |= {
             "claims": row.claims,
-            "idleClaims": row.idle.idle if row.idle.known or not row.claims else None,
+            "idleClaims": row.idle_claims if row.claims else 0,
             "memoryUsedBytes": None if row.memory is None else row.memory[0],
             "memoryTotalBytes": None if row.memory is None else row.memory[1],
         }

@@ -77,22 +77,19 @@ class Amounts:
         return self.used / self.known if self.known > 0 else None
 
 
-class Idle(NamedTuple):
-    """Claims whose idle time is known, and those of them that have been idle for long."""
-
-    known: int
-    idle: int
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Sums of the devices with one key. ``cost``: of those with a price; ``unpriced``: the amount of the others."""
+    """Sums of the devices with one key.
+
+    idle_claims  number of claims that have been idle for long; None if the idle time of no claim is known
+    cost         of the devices with a price; ``unpriced`` is the amount of the others
+    """
 
     key: tuple[str | None, ...]
     amounts: Amounts
     memory: tuple[float, float] | None
     claims: int
-    idle: Idle
+    idle_claims: int | None
     cost: Amounts | None
     unpriced: float
 
@@ -159,13 +156,17 @@ def _row(
     claims: dict[tuple[str, str], list[float | None]] = defaultdict(list)
     for device in devices:
         claims[device.namespace, device.claim].append(device.idle_seconds)
+    # A claim with several devices is idle as long as the busiest of them; it is unknown if that of one is.
+    known = [times for times in claims.values() if None not in times]
+    idle = (all(seconds is not None and seconds >= idle_seconds for seconds in times) for times in known)
+    idle_claims = sum(idle) if known else None
     amounts, cost, unpriced = _amounts((device, 1.0) for device in devices), None, 0.0
     if prices is not None:
         rates = [(device, _price_of(device, gpus, prices)) for device in devices]
         priced = [(device, rate) for device, rate in rates if rate is not None]
         cost = _amounts(priced) if priced else None
         unpriced = fsum(device.allocated for device, rate in rates if rate is None)
-    return Row(key, amounts, memory, len(claims), _idle(claims, idle_seconds), cost, unpriced)
+    return Row(key, amounts, memory, len(claims), idle_claims, cost, unpriced)
 
 
 def _amounts(devices: Iterable[tuple[UsageRecord, float]]) -> Amounts:
@@ -176,12 +177,6 @@ def _amounts(devices: Iterable[tuple[UsageRecord, float]]) -> Amounts:
         fsum(device.used * rate for device, rate in rated if device.used is not None),
         fsum(device.allocated * rate for device, rate in rated if device.used is None),
     )
-
-
-def _idle(claims: Mapping[tuple[str, str], Sequence[float | None]], idle_seconds: float) -> Idle:
-    """A claim with several devices is idle as long as the busiest of them; it is unknown if that of one is."""
-    times = [min(seconds for seconds in found if seconds is not None) for found in claims.values() if None not in found]
-    return Idle(len(times), sum(time >= idle_seconds for time in times))
 
 
 def _price_of(device: UsageRecord, gpus: Mapping[GpuOfNode, GpuSlices], prices: Prices) -> float | None:

@@ -79,10 +79,10 @@ def test_a_claim_is_idle_if_all_its_devices_are() -> None:
         UsageRecord(FIRST, 8, 0, "a", "1", idle_seconds=2 * DAY), UsageRecord(THIRD, 1, 0, "a", "1", idle_seconds=DAY)
     )
     unknown = report(UsageRecord(FIRST, 8, 0, "a", "1", idle_seconds=2 * DAY), UsageRecord(SECOND, 1, None, "a", "1"))
-    assert [(each.total.claims, each.total.idle) for each in (busy, idle, unknown)] == [
-        (1, (1, 0)),
-        (1, (1, 1)),
-        (1, (0, 0)),
+    assert [(each.total.claims, each.total.idle_claims) for each in (busy, idle, unknown)] == [
+        (1, 0),
+        (1, 1),
+        (1, None),
     ]
 
 
