@@ -27,6 +27,22 @@ from driver.simulator.machine import (
 from driver.simulator.nvml import is_simulated
 
 
+def _constants(prefix: str) -> dict[int, str]:
+    """pynvml's numbers of that prefix, ascending, with their names without it."""
+    named = ((name, value) for name, value in vars(pynvml).items() if name.startswith(prefix))
+    names = {value: name.removeprefix(prefix) for name, value in named if isinstance(value, int)}
+    return dict(sorted(names.items()))
+
+
+ERROR_NAMES, RECOVERY_NAMES = _constants("NVML_ERROR_"), _constants("NVML_GPU_RECOVERY_ACTION_")
+"""NVML's error codes and recovery actions by number, as IN_USE and GPU_RESET."""
+
+EVENT_NAMES = {
+    bit: name.removeprefix("Type") for bit, name in _constants("nvmlEvent").items() if bit and name != "TypeAll"
+}
+"""NVML's event types by bit, as XidCriticalError."""
+
+
 class FaultControl:
     """Injects faults into one node. GPUs are named by minor, MIG devices by UUID."""
 
@@ -49,8 +65,8 @@ class FaultControl:
         :returns: the fault's id
         :raises UsageError: no such function, code, GPU or number of times
         """
-        if code not in error_names():
-            raise UsageError(f"code: {code} is no NVML error; known: {', '.join(map(str, error_names()))}")
+        if code not in ERROR_NAMES:
+            raise UsageError(f"code: {code} is no NVML error; known: {', '.join(map(str, ERROR_NAMES))}")
         return self._add(InjectedFault(0, call, code, 0.0, gpu, device, times))
 
     def slow(
@@ -130,8 +146,8 @@ class FaultControl:
         :raises UsageError: no such GPU or action, or a driver that does not report them
         """
         self._require_gpu(gpu)
-        if action not in recovery_names():
-            raise UsageError(f"action: {action} is no recovery action; known: {', '.join(map(str, recovery_names()))}")
+        if action not in RECOVERY_NAMES:
+            raise UsageError(f"action: {action} is no recovery action; known: {', '.join(map(str, RECOVERY_NAMES))}")
         if not self._machine.reports_recovery_action:
             raise UsageError(
                 f"driver {self._machine.description.driver_version} does not report recovery actions;"
@@ -145,8 +161,8 @@ class FaultControl:
         :raises UsageError: no such GPU, MIG device or kind
         """
         self._require_gpu(gpu)
-        if kind not in event_names():
-            raise UsageError(f"event: {kind:#x} is unknown; known: {', '.join(map(hex, event_names()))}")
+        if kind not in EVENT_NAMES:
+            raise UsageError(f"event: {kind:#x} is unknown; known: {', '.join(map(hex, EVENT_NAMES))}")
         instances = _instance_ids(self._machine.gpu_state(gpu), device)
         event = SimulatedEvent(0, kind, data, *instances)
         self._machine.change(gpu, lambda state: (state.with_event(event), None))
@@ -195,29 +211,6 @@ class FaultControl:
         gpus = len(self._machine.gpus)
         if not 0 <= gpu < gpus:
             raise UsageError(f"gpu: {gpu} is not on this node; accepted: 0 to {gpus - 1}")
-
-
-def error_names() -> dict[int, str]:
-    """NVML's error codes by number, as IN_USE."""
-    return _constants("NVML_ERROR_")
-
-
-def recovery_names() -> dict[int, str]:
-    """NVML's recovery actions by number, as GPU_RESET."""
-    return _constants("NVML_GPU_RECOVERY_ACTION_")
-
-
-def event_names() -> dict[int, str]:
-    """NVML's event types by bit, as XidCriticalError."""
-    bits = _constants("nvmlEvent").items()
-    return {bit: name.removeprefix("Type") for bit, name in bits if bit and name != "TypeAll"}
-
-
-def _constants(prefix: str) -> dict[int, str]:
-    """pynvml's numbers of that prefix, ascending, with their names without it."""
-    named = ((name, value) for name, value in vars(pynvml).items() if name.startswith(prefix))
-    names = {value: name.removeprefix(prefix) for name, value in named if isinstance(value, int)}
-    return dict(sorted(names.items()))
 
 
 def _instance_ids(state: SimulatedGpuState, device: str | None) -> tuple[int, int]:

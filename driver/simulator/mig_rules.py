@@ -97,10 +97,7 @@ def create_gpu_instance(
 
 
 def destroy_gpu_instance(state: SimulatedGpuState, instance: GpuInstance) -> SimulatedGpuState:
-    """Destroy a GPU instance.
-
-    :raises NVMLError: IN_USE while it has compute instances
-    """
+    """Destroy a GPU instance. Raises NVMLError: IN_USE while it has compute instances."""
     if instance.compute:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_IN_USE)
     others = tuple(other for other in state.instances if other.serial != instance.serial)
@@ -135,10 +132,7 @@ def create_compute_instance(
 def destroy_compute_instance(
     state: SimulatedGpuState, instance: GpuInstance, compute: ComputeInstance
 ) -> SimulatedGpuState:
-    """Destroy a compute instance.
-
-    :raises NVMLError: IN_USE while a process uses it
-    """
+    """Destroy a compute instance. Raises NVMLError: IN_USE while a process uses it."""
     if any(process.device == compute.uuid for process in state.processes):
         raise pynvml.NVMLError(pynvml.NVML_ERROR_IN_USE)
     return _with_compute(state, instance, tuple(ci for ci in instance.compute if ci.uuid != compute.uuid))

@@ -86,10 +86,7 @@ class SimulatedNode(Machine):
 
     @classmethod
     def attach(cls, root: Path, *, latency: Latency = DEFAULT_LATENCY) -> SimulatedNode:
-        """Open the existing node in ``root``; nothing is written.
-
-        :raises EnvironmentFault: there is none
-        """
+        """Open the existing node in ``root``; nothing is written. Raises EnvironmentFault: there is none."""
         description = _read_description(root)
         if description is None:
             raise EnvironmentFault(

@@ -70,20 +70,20 @@ class GpmCalls(NvmlSession):
 
     @simulated
     def nvmlGpmSampleFree(self, gpmSample: Any) -> None:
-        key = self._sample_key(gpmSample)
+        key = self.target(gpmSample, SampleKey)
         self._samples.pop(key, None)
         self.forget(key)
 
     @simulated
     def nvmlGpmSampleGet(self, device: Any, gpmSample: Any) -> Any:
-        minor, key = self._gpm_gpu(device), self._sample_key(gpmSample)
+        minor, key = self._gpm_gpu(device), self.target(gpmSample, SampleKey)
         now, state = self.machine.clock(), self.machine.gpu_state(minor)
         self._samples[key] = _Sample(minor, None, now, state.loads.counters(WHOLE_GPU, now))
         return gpmSample
 
     @simulated
     def nvmlGpmMigSampleGet(self, device: Any, gpuInstanceId: int, gpmSample: Any) -> Any:
-        minor, key, instance_id = self._gpm_gpu(device), self._sample_key(gpmSample), integer(gpuInstanceId)
+        minor, key, instance_id = self._gpm_gpu(device), self.target(gpmSample, SampleKey), integer(gpuInstanceId)
         now, state = self.machine.clock(), self.machine.gpu_state(minor)
         mig_rules.require_mig(state)
         instance = next((gi for gi in state.instances if gi.id == instance_id), None)
@@ -130,12 +130,6 @@ class GpmCalls(NvmlSession):
             raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return minor
 
-    def _sample_key(self, handle: Any) -> SampleKey:
-        key = self.find(handle)
-        if not isinstance(key, SampleKey):
-            raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        return key
-
     def _of_instance(self, state: SimulatedGpuState, instance: GpuInstance, now: float) -> SimulatedActivity:
         """The counters of a GPU instance: those of its compute instances, by their parts of it."""
         slices, total = self.machine.product.by_id[instance.profile].slices, SimulatedActivity()
@@ -146,7 +140,7 @@ class GpmCalls(NvmlSession):
 
     def _average(self, first: Any, second: Any) -> tuple[int, SimulatedActivity]:
         """The GPU and its average activity between two samples; INVALID_ARGUMENT if they do not belong together."""
-        older, newer = (self._samples.get(self._sample_key(handle)) for handle in (first, second))
+        older, newer = (self._samples.get(self.target(handle, SampleKey)) for handle in (first, second))
         if older is None or newer is None or (older.minor, older.serial) != (newer.minor, newer.serial):
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         seconds = newer.time - older.time

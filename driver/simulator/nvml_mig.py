@@ -219,17 +219,13 @@ class MigCalls(NvmlSession):
 
     def _gpu_instance(self, handle: Any) -> tuple[int, GpuInstance]:
         """The minor and GPU instance behind a handle; a destroyed one is INVALID_ARGUMENT."""
-        key = self.find(handle)
-        if isinstance(key, GpuInstanceKey):
-            return key.minor, _with_serial(self.machine.gpu_state(key.minor), key.serial)
-        raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        key = self.target(handle, GpuInstanceKey)
+        return key.minor, _with_serial(self.machine.gpu_state(key.minor), key.serial)
 
     def _compute_instance(self, handle: Any) -> tuple[int, GpuInstance, ComputeInstance]:
         """The minor and both instances behind a compute-instance handle; a destroyed one is INVALID_ARGUMENT."""
-        key = self.find(handle)
-        if isinstance(key, ComputeInstanceKey):
-            return key.minor, *_with_uuid(self.machine.gpu_state(key.minor), key.uuid)
-        raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        key = self.target(handle, ComputeInstanceKey)
+        return key.minor, *_with_uuid(self.machine.gpu_state(key.minor), key.uuid)
 
     def _compute_profile(self, instance: GpuInstance, profile_id: int) -> mig_rules.ComputeProfile:
         """Return a compute profile of the GPU instance; NOT_SUPPORTED if it does not have that profile."""

@@ -31,10 +31,7 @@ def error(code: int) -> Exception:
 
 
 def integer(value: Any) -> int:
-    """Return the number that C would receive.
-
-    :raises ctypes.ArgumentError: the value is not a number
-    """
+    """Return the number that C would receive. Raises ctypes.ArgumentError: the value is not a number."""
     number = value.value if isinstance(value, ctypes._SimpleCData) else value  # noqa: SLF001 - no public name
     if not isinstance(number, int):
         raise ctypes.ArgumentError(f"expected an integer, got {type(value).__name__}")
@@ -122,6 +119,7 @@ _HANDLE_OF: dict[type[HandleTarget], Any] = {
 _HANDLE_TYPES = tuple(set(_HANDLE_OF.values()))
 
 
+K = TypeVar("K", bound=HandleTarget)
 R = TypeVar("R")
 
 # Functions whose result, not their arguments, identifies the GPU.
@@ -212,6 +210,13 @@ class NvmlSession:
         cookie = ctypes.cast(handle, ctypes.c_void_p).value if isinstance(handle, _HANDLE_TYPES) else None
         key = self._keys.get(cookie or 0)
         return key if key is not None and isinstance(handle, _HANDLE_OF[type(key)]) else None
+
+    def target(self, handle: Any, kind: type[K]) -> K:
+        """Return the target of a handle; INVALID_ARGUMENT if it is not of that kind."""
+        key = self.find(handle)
+        if not isinstance(key, kind):
+            raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return key
 
     def device(self, handle: Any) -> GpuKey | MigKey:
         """Return the target of a device handle; any other handle is INVALID_ARGUMENT."""
@@ -306,7 +311,7 @@ class EventCalls(NvmlSession):
 
     @simulated
     def nvmlEventSetFree(self, eventSet: Any) -> None:
-        key = self._event_set_key(eventSet)
+        key = self.target(eventSet, EventSetKey)
         del self._event_sets[key]
         self.forget(key)
 
@@ -320,7 +325,7 @@ class EventCalls(NvmlSession):
     @simulated
     def nvmlDeviceRegisterEvents(self, handle: Any, eventTypes: int, eventSet: Any) -> None:
         minor, event_types = self.gpu(handle), integer(eventTypes)
-        watches = self._event_sets[self._event_set_key(eventSet)]
+        watches = self._event_sets[self.target(eventSet, EventSetKey)]
         if event_types & ~self.nvmlDeviceGetSupportedEventTypes(handle):
             raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
         if minor in watches:
@@ -330,7 +335,7 @@ class EventCalls(NvmlSession):
 
     @simulated
     def nvmlEventSetWait_v2(self, eventSet: Any, timeoutms: int) -> Any:
-        key = self._event_set_key(eventSet)
+        key = self.target(eventSet, EventSetKey)
         end = time.monotonic() + integer(timeoutms) / 1000
         while True:
             watches = self._watches(key)
@@ -367,9 +372,3 @@ class EventCalls(NvmlSession):
         data.eventType, data.eventData = event.kind, event.data
         data.gpuInstanceId, data.computeInstanceId = event.gpu_instance, event.compute_instance
         return data
-
-    def _event_set_key(self, handle: Any) -> EventSetKey:
-        key = self.find(handle)
-        if not isinstance(key, EventSetKey):
-            raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        return key

@@ -196,10 +196,7 @@ _PCIE_SWITCH = "0xc030"
 
 
 def build(description: NodeDescription, root: Path) -> None:
-    """Create the missing files of a node.
-
-    :raises OSError: ``root`` can't be written
-    """
+    """Create the missing files of a node. Raises OSError: ``root`` can't be written."""
     for nic in description.nics:
         parents = _bridges_in_sysfs(nic, root / "sys")
         _nic_in_sysfs(nic.pci_bus_id, nic.rdma_device, _place_files(nic), parents, root / "sys")

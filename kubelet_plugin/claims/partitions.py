@@ -61,7 +61,13 @@ class Partitions:
                 self._check_shareable(device)
             return None
         if entry.existing:
-            return self._existing(device, device.profile, device.placement)
+            existing = self.find(device)
+            if existing is None or not existing.complete:
+                raise HardwareError(
+                    f"{device}: the partition, which Tessera published but did not create, is gone; create it again "
+                    "(nvidia-smi mig -cgi, -cci) or delete the pod"
+                )
+            return existing
         self._set_mig_mode(gpu, enabled=True, now=mig_enabled)
         partition = None
         if mig_enabled is None:
@@ -124,19 +130,16 @@ class Partitions:
         if not gpu.mig_capable:
             return
         if (self.host.mig_enabled(gpu) if now is None else now) != enabled:
-            self._switch_mig_mode(gpu, enabled=enabled)
+            if not gpu.toggles_freely:
+                raise HardwareError(
+                    f"{gpu.uuid}: MIG mode is {'off' if enabled else 'on'}, and this {gpu.architecture} GPU needs a "
+                    "reset while nothing uses it to switch; --mig-gpus says which GPUs are meant for MIG"
+                )
+            with self._step(NodeStep.SET_MIG_MODE, gpu=gpu.uuid, mode="on" if enabled else "off"):
+                self.host.set_mig_mode(gpu, enabled=enabled)
+            log.info("switched MIG mode", extra={"gpu": gpu.uuid, "mode": "on" if enabled else "off"})
         if gpu.mig_mode.in_force != enabled:
             self._inventory.set_mig_mode(gpu, MigMode.ENABLED if enabled else MigMode.DISABLED)
-
-    def _switch_mig_mode(self, gpu: Gpu, *, enabled: bool) -> None:
-        if not gpu.toggles_freely:
-            raise HardwareError(
-                f"{gpu.uuid}: MIG mode is {'off' if enabled else 'on'}, and this {gpu.architecture} GPU needs a reset "
-                "while nothing uses it to switch; --mig-gpus says which GPUs are meant for MIG"
-            )
-        with self._step(NodeStep.SET_MIG_MODE, gpu=gpu.uuid, mode="on" if enabled else "off"):
-            self.host.set_mig_mode(gpu, enabled=enabled)
-        log.info("switched MIG mode", extra={"gpu": gpu.uuid, "mode": "on" if enabled else "off"})
 
     def _check_shareable(self, device: Device) -> None:
         mode = self.host.compute_mode(device.gpu)
@@ -145,15 +148,6 @@ class Partitions:
                 f"{device}: the compute mode of {device.gpu.uuid} is {mode.name}, which keeps several processes from "
                 f"using it: set it back (nvidia-smi -i {device.gpu.uuid} -c DEFAULT) or offer no shares of this GPU"
             )
-
-    def _existing(self, device: Device, profile: Profile, placement: Placement) -> Partition:
-        partition = self.host.find_partition(device.gpu, profile, placement)
-        if partition is None or not partition.complete:
-            raise HardwareError(
-                f"{device}: the partition, which Tessera published but did not create, is gone; create it again "
-                f"(nvidia-smi mig -cgi, -cci) or delete the pod"
-            )
-        return partition
 
     def _cut(self, device: Device, profile: Profile, placement: Placement) -> Partition:
         """Create the GPU instance."""

@@ -16,7 +16,7 @@ from driver.config.shared_flags import SIMULATED_NODES
 from driver.config.suggestions import meant
 from driver.errors import EnvironmentFault, UsageError
 from driver.simulator.description import parse_gpu
-from driver.simulator.faults import error_names, event_names, recovery_names
+from driver.simulator.faults import ERROR_NAMES, EVENT_NAMES, RECOVERY_NAMES
 from driver.simulator.machine import InjectedFault
 from driver.simulator.node import SimulatedNode
 from tessera.tables_and_drawings import columns, with_output
@@ -112,7 +112,7 @@ def _number(what: str, text: str, names: Mapping[int, str]) -> int:
 @_limits
 def fail(node: SimulatedNode, call: str, code: str, **limits: Any) -> str:
     """Make calls of a function fail; without one, or with "*", calls of all functions."""
-    return f"fault {node.faults.fail(call, code=_number('--code', code, error_names()), **limits)}"
+    return f"fault {node.faults.fail(call, code=_number('--code', code, ERROR_NAMES), **limits)}"
 
 
 @_command("slow", "nvmlGpuInstanceDestroy --seconds 10 --times 1")
@@ -140,7 +140,7 @@ def busy(node: SimulatedNode, device: str) -> str:
 @with_output
 def list_faults(node: SimulatedNode, output: str) -> str:
     """List the current faults and the removed GPUs."""
-    now, names = node.faults.current(), error_names()
+    now, names = node.faults.current(), ERROR_NAMES
     faults = [*now.faults, *(InjectedFault(0, "(removed)", gpu=gpu) for gpu in now.removed)]
     rows = [
         asdict(fault) | {"id": fault.id or None, "code": names.get(fault.code), "seconds": fault.seconds or None}
@@ -205,7 +205,7 @@ def xid(node: SimulatedNode, number: int, device: str | None, gpu: int) -> None:
 @_gpu
 def event(node: SimulatedNode, name: str, data: int, gpu: int) -> None:
     """Report another NVML event by name."""
-    node.faults.event(gpu, _number("event", name, event_names()), data)
+    node.faults.event(gpu, _number("event", name, EVENT_NAMES), data)
 
 
 @_command("recovery", "GPU_RESET --gpu 0", "NONE --gpu 0")
@@ -213,7 +213,7 @@ def event(node: SimulatedNode, name: str, data: int, gpu: int) -> None:
 @_gpu
 def recovery(node: SimulatedNode, action: str, gpu: int) -> None:
     """Set the recovery action that NVML reports for a GPU, by name (GPU_RESET, NODE_REBOOT, ...); NONE: nothing."""
-    node.faults.recovery(gpu, _number("action", action, recovery_names()))
+    node.faults.recovery(gpu, _number("action", action, RECOVERY_NAMES))
 
 
 @_command("reboot", "")

@@ -180,10 +180,7 @@ def check_activity(loads: Sequence[Load], *, nvlink: bool) -> None:
 
 
 def check_memory(new: Load, others: Sequence[Load], size: int) -> None:
-    """Check that the memory of all loads of a device fits into ``size`` bytes.
-
-    :raises UsageError: it does not
-    """
+    """Check that the memory of all loads of a device fits into ``size`` bytes. Raises UsageError: it does not."""
     free = size - sum(load.highest_memory for load in others)
     if new.highest_memory > free:
         also = ", which other processes and loads leave" if others else ""
