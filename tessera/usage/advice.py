@@ -37,13 +37,6 @@ class ProfileClass(NamedTuple):
     memory_bytes: int
 
 
-class ProductClasses(NamedTuple):
-    """The partitions of a product, and the compute slices of a whole GPU."""
-
-    candidates: tuple[ProfileClass, ...]
-    compute_slices: int
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceHistory:
     """A device of a claim in the period: the most it used, and how long it was prepared, measured, and first seen ago.
@@ -117,34 +110,37 @@ def owner_of(pod: str) -> str:
 def advise(
     devices: Iterable[DeviceHistory],
     products: Mapping[GpuOfNode, str],
-    geometries: Mapping[str, ProductClasses],
+    geometries: Mapping[str, Sequence[ProfileClass]],
     margin: float,
 ) -> list[Advice]:
-    """Advice for each workload, what saves most first. ``margin``: room above the most that was used, 0.2 for 20 %."""
+    """Advice for each workload, what saves most first.
+
+    ``geometries``: the profiles of each product. ``margin``: room above the most that was used, 0.2 for 20 %.
+    """
     groups: dict[Workload, list[DeviceHistory]] = defaultdict(list)
     for device in devices:
         product, kind = products.get(device.gpu, ""), (device.device_class, device.profile, device.slices)
         groups[Workload(device.namespace, owner_of(device.pod), *kind, product)].append(device)
-    advices = [_advice(workload, group, geometries, margin) for workload, group in groups.items()]
+    advices = [_advice(workload, group, geometries.get(workload.product, ()), margin)
+               for workload, group in groups.items()]  # fmt: skip
     return sorted(advices, key=lambda each: (-each.saved, -each.slice_hours, each.workload))
 
 
 def _advice(
-    workload: Workload, devices: Sequence[DeviceHistory], geometries: Mapping[str, ProductClasses], margin: float
+    workload: Workload, devices: Sequence[DeviceHistory], candidates: Sequence[ProfileClass], margin: float
 ) -> Advice:
     memory = max((device.memory for device in devices if device.memory is not None), default=None)
     sm = max((device.sm for device in devices if device.sm is not None), default=None)
     dram = max((device.dram for device in devices if device.dram is not None), default=None)
     activity = max((ratio for ratio in (sm, dram) if ratio is not None), default=None)
     advice = Advice(workload, memory, activity, fsum(device.slice_hours for device in devices))
-    geometry = geometries.get(workload.product, ProductClasses((), 0))
-    if (refusal := _refusal(devices, geometry, workload)) is not None or memory is None:
+    if (refusal := _refusal(devices, candidates, workload)) is not None or memory is None:
         return replace(advice, refusal=refusal or "its memory is unknown")
-    compute_slices = {candidate.profile: candidate.compute_slices for candidate in geometry.candidates}
-    compute = compute_slices.get(workload.profile, geometry.compute_slices) * (sm or 0.0)
+    compute_slices = {candidate.profile: candidate.compute_slices for candidate in candidates}
+    compute = compute_slices.get(workload.profile, max(compute_slices.values())) * (sm or 0.0)
     fitting = [
         candidate
-        for candidate in geometry.candidates
+        for candidate in candidates
         if candidate.slices < workload.slices
         and candidate.memory_bytes >= memory * (1 + margin)
         and candidate.compute_slices >= compute
@@ -155,7 +151,7 @@ def _advice(
     return replace(advice, best=min(fitting, key=lambda each: (each.slices, each.compute_slices, each.profile)))
 
 
-def _refusal(devices: Sequence[DeviceHistory], geometry: ProductClasses, workload: Workload) -> str | None:
+def _refusal(devices: Sequence[DeviceHistory], candidates: Sequence[ProfileClass], workload: Workload) -> str | None:
     """Why a workload can't be judged."""
     age = max(device.age_hours for device in devices)
     prepared = fsum(device.hours for device in devices)
@@ -164,6 +160,6 @@ def _refusal(devices: Sequence[DeviceHistory], geometry: ProductClasses, workloa
         return f"only {age:.0f} h of data; {MIN_HOURS:.0f} h are needed"
     if gap > MAX_GAP:
         return f"no measurement in {gap * 100:.0f} % of its time; at most {MAX_GAP * 100:.0f} % may lack"
-    if not geometry.candidates:
+    if not candidates:
         return f"no partitions of {workload.product or 'its GPU'} are known"
     return None

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from deviceclasses.chart_classes import profile_classes
 from driver.model.plan import GpuReport
-from tessera.usage.advice import DeviceHistory, ProductClasses, ProfileClass
+from tessera.usage.advice import DeviceHistory, ProfileClass
 from tessera.usage.prometheus import ALLOCATED_METRIC, GPU_SLICES, HOUR, Prometheus, growth
 from tessera.usage.report import GpuOfNode, gpu_of
 
@@ -69,11 +69,11 @@ def read_products(prometheus: Prometheus, seconds: float) -> dict[GpuOfNode, str
     return {gpu_of(labels): labels.get("product", "") for labels, _ in samples}
 
 
-def geometries_of(reports: Iterable[GpuReport]) -> dict[str, ProductClasses]:
+def geometries_of(reports: Iterable[GpuReport]) -> dict[str, list[ProfileClass]]:
     """The partitions for which the chart has a class, by product."""
     products, classes = {}, profile_classes()
     for gpu in {report.gpu.product_name: report.gpu for report in reports}.values():
-        candidates = tuple(
+        products[gpu.product_name] = [
             ProfileClass(
                 classes[profile.name],
                 profile.name,
@@ -83,7 +83,5 @@ def geometries_of(reports: Iterable[GpuReport]) -> dict[str, ProductClasses]:
             )
             for profile in gpu.profiles
             if PLAIN_PROFILE.fullmatch(profile.name) and profile.name in classes and profile.placements
-        )
-        compute_slices = max((candidate.compute_slices for candidate in candidates), default=0)
-        products[gpu.product_name] = ProductClasses(candidates, compute_slices)
+        ]
     return products

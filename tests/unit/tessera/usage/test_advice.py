@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tessera.usage.advice import Advice, DeviceHistory, ProductClasses, ProfileClass, advise, owner_of
+from tessera.usage.advice import Advice, DeviceHistory, ProfileClass, advise, owner_of
 from tessera.usage.report import GpuOfNode
 from tests.support.usage_pages import GIB, H100
 
@@ -18,13 +18,10 @@ SIZES = (
     ("3g.40gb", 4, 3, 40),
     ("7g.80gb", 8, 7, 80),
 )
-GEOMETRY = ProductClasses(
-    tuple(
-        ProfileClass(f"gpu-inference-{profile.replace('.', '-')}", profile, slices, compute, memory * GIB)
-        for profile, slices, compute, memory in SIZES
-    ),
-    7,
-)
+GEOMETRY = [
+    ProfileClass(f"gpu-inference-{profile.replace('.', '-')}", profile, slices, compute, memory * GIB)
+    for profile, slices, compute, memory in SIZES
+]
 DAYS = DeviceHistory(
     "team-a", "serve-6b7f8c9d4f-x2x9z", "gpu-training", "none", GPU, 8, 8 * 72, 71, 72, memory=7 * GIB, sm=0.1, dram=0.1
 )
