@@ -157,9 +157,9 @@ def _row(
     for device in devices:
         claims[device.namespace, device.claim].append(device.idle_seconds)
     # A claim with several devices is idle as long as the busiest of them; it is unknown if that of one is.
-    known = [times for times in claims.values() if None not in times]
-    idle = (all(seconds is not None and seconds >= idle_seconds for seconds in times) for times in known)
-    idle_claims = sum(idle) if known else None
+    measured = [times for times in claims.values() if None not in times]
+    idle = (all(seconds is not None and seconds >= idle_seconds for seconds in times) for times in measured)
+    idle_claims = sum(idle) if measured else None
     amounts, cost, unpriced = _amounts((device, 1.0) for device in devices), None, 0.0
     if prices is not None:
         rates = [(device, _price_of(device, gpus, prices)) for device in devices]
