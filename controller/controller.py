@@ -79,8 +79,8 @@ class Controller:
         evictor = OverlapEvictor(client, self._recorder, settings, metrics)
         self._write = WriteStage(client, settings, self._cache, evictor, observer)
         self._explain = ExplainStage(client, settings, self._cache, self._fence, self._recorder, metrics)
-        self._timed = (self._choose, self._admit, self._write, self._explain)
-        """The stages whose result may change by time alone."""
+        self._timed = (self._choose, self._admit, self._write, self._explain.finder)
+        """The parts whose result may change by time alone."""
 
     def decide(self) -> float | None:
         """Decide once, and write the plans that changed. Returns seconds until the next decision. Raises ApiError."""
@@ -94,7 +94,7 @@ class Controller:
         self._cache.acknowledge()
         self.last_decision = self._explain.explain(seen, offers)
         self._read.prepare(seen)
-        times = [stage.next_s for stage in self._timed]
+        times = [part.next_s for part in self._timed]
         return min([DECISION_INTERVAL_SECONDS, *(seconds for seconds in times if seconds is not None)])
 
     def run(self, stop: threading.Event) -> None:

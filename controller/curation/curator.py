@@ -312,7 +312,8 @@ class OfferSelection:
 
     def _best_exchange(self, place: FleetSpot) -> Exchange | None:
         """The best place for ``place`` that serves the same needs, if it gains more than the stickiness."""
-        eligible = _intersection(need.eligible for need in self._tight(place))
+        narrow = [need.eligible for need in self._tight(place) if need.eligible is not None]
+        eligible = frozenset.intersection(*narrow) if narrow else None
         terms, best = self.draft.instead_of(place, eligible)
         if best is None:
             return None
@@ -324,11 +325,6 @@ class OfferSelection:
         """The needs that can't do without ``place``."""
         within, count = self.draft.fleet.within, self.draft.count
         return [need for need in self.needs if within(place, need.eligible) and count(need.eligible) <= need.count]
-
-
-def _intersection(sets: Iterable[Eligible]) -> Eligible:
-    narrow = [eligible for eligible in sets if eligible is not None]
-    return frozenset.intersection(*narrow) if narrow else None
 
 
 def needs_of(

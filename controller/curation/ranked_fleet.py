@@ -35,12 +35,11 @@ class CliqueCandidate(NamedTuple):
         return FleetSpot(self.clique, self.ranked.position, self.ranked.spot)
 
 
-class CliqueCandidates:
+class CliqueCandidates(NamedTuple):
     """The best place of each clique that has one, also in order; few change at a time."""
 
-    def __init__(self, by_clique: dict[int, CliqueCandidate], ordered: list[CliqueCandidate]) -> None:
-        self.by_clique = by_clique
-        self.ordered = ordered
+    by_clique: dict[int, CliqueCandidate]
+    ordered: list[CliqueCandidate]
 
     def changed(self, new: Mapping[int, CliqueCandidate | None]) -> CliqueCandidates:
         by_clique, ordered = dict(self.by_clique), list(self.ordered)
@@ -72,7 +71,10 @@ class RankedFleet:
         self.cliques: list[RankedClique] = [] if same is None else list(same.cliques)
         for at in changed:
             self.cliques[at : at + 1] = [ranking.clique(tuple(ranking.gpu(gpu.state) for gpu in self.groups[at]))]
-        self.position_of: Mapping[str, tuple[int, int]] = _positions(self.groups) if same is None else same.position_of
+        positions = ((gpu, (at, place)) for at, group in enumerate(self.groups) for place, gpu in enumerate(group))
+        self.position_of: Mapping[str, tuple[int, int]] = (
+            {gpu.gpu.uuid: position for gpu, position in positions} if same is None else same.position_of
+        )
         """Clique and position of every GPU; the same while the hardware is."""
         self.of_sets: dict[frozenset[str], Mapping[int, list[int]]] = {} if same is None else same.of_sets
         """The positions of sets of GPUs, as ``positions`` returns them."""
@@ -129,13 +131,6 @@ class RankedFleet:
         return candidates.changed(
             {at: None if best is None else CliqueCandidate(best, at) for at, best in best_of.items()}
         )
-
-
-def _positions(groups: Sequence[tuple[FleetGpu, ...]]) -> Mapping[str, tuple[int, int]]:
-    """Clique and position of every GPU."""
-    return {
-        gpu.gpu.uuid: (clique, position) for clique, group in enumerate(groups) for position, gpu in enumerate(group)
-    }
 
 
 def _changed(before: Sequence[tuple[FleetGpu, ...]], after: Sequence[tuple[FleetGpu, ...]]) -> list[int]:

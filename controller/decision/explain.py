@@ -57,12 +57,8 @@ class ExplainStage:
         self._explained = 0
         """The number of decisions that have been explained."""
         self._workload_reasons = WorkloadReasons()
-        self._finder = ReasonFinder(settings.unused_s, Clock(), EXPLAIN_SECONDS)
+        self.finder = ReasonFinder(settings.unused_s, Clock(), EXPLAIN_SECONDS)
         self._lookups = ApiLookups(client)
-
-    @property
-    def next_s(self) -> float | None:
-        return self._finder.next_s
 
     def explain(self, seen: DecisionInput, offers: ChosenOffers) -> ClusterView:
         """Report what this decision found. Returns what it was made from, with the reasons."""
@@ -72,7 +68,7 @@ class ExplainStage:
         self._explained += 1
         if self._explained == 2:  # nodes and pods wait for the first decision
             self._events.adopt(written_events(self._client))
-        reasons = self._events.claims(self._finder.find(self._situation(seen, offers)), seen.queue)
+        reasons = self._events.claims(self.finder.find(self._situation(seen, offers)), seen.queue)
         if self._metrics is not None:
             codes = {key: reason.code.value for key, reason in reasons.items()}
             self._metrics.decision_made(seen.queue, seen.fleet, offers.wanted, codes, seen.snapshot.changed.names)

@@ -10,12 +10,11 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from controller.cluster.fleet import Fleet
-from controller.cluster.node_views import NodeChanges
 from driver.errors import CONFLICT, FORBIDDEN, INVALID, NOT_FOUND, ApiError
 from driver.kube.client import KubeClient, Object
 from driver.kube.types import Node
@@ -115,30 +114,25 @@ class NodeLabels:
         self._client, self._sets = client, sets
         self.loop = Loop("writing labels of nodes", self._write_due, COALESCE_SECONDS)
         self._lock = threading.Lock()
-        self._nodes: dict[str, Node] = {}
         self._due: dict[tuple[str, str], Write] = {}
         """By node and field manager."""
         self._refused: dict[tuple[str, str], Write] = {}
         """Refused writes are not repeated until the labels change."""
 
-    def update(self, changed: NodeChanges, fleet: Fleet) -> None:
-        """Compare the labels of the nodes that changed with their GPUs. Nodes without a report are left alone."""
+    def update(self, nodes: Iterable[Node], changed: Iterable[str], fleet: Fleet) -> None:
+        """Compare the labels of the nodes that ``changed`` with their GPUs. Nodes without a report are left alone."""
         if not self._sets:
             return
-        for name, node in changed.nodes.items():
-            self._nodes.pop(name, None)
-            if node is not None:
-                self._nodes[name] = node
+        node_of = {node.metadata.name: node for node in nodes}
         with self._lock:
-            for name in changed.names:
-                self._compare(name, [entry.gpu for entry in fleet.nodes.get(name, ())])
+            for name in changed:
+                self._compare(name, node_of.get(name), [entry.gpu for entry in fleet.nodes.get(name, ())])
             due = bool(self._due)
         if due:
             self.loop.notify()
 
-    def _compare(self, name: str, gpus: Sequence[Gpu]) -> None:
+    def _compare(self, name: str, node: Node | None, gpus: Sequence[Gpu]) -> None:
         """The caller holds the lock."""
-        node = self._nodes.get(name)
         for labels in self._sets:
             key = (name, labels.manager)
             self._due.pop(key, None)

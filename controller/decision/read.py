@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from controller.cluster.cache import ClusterCache, Snapshot
 from controller.cluster.fleet import Fleet
 from controller.cluster.fleet_builder import FleetBuilder
-from controller.cluster.kueue import KueueQueue, QueuedWorkload
+from controller.cluster.kueue import KueueQueue
 from controller.cluster.node_views import (
     ALL_REPORTED,
     UnreportedNodes,
@@ -66,9 +66,10 @@ class NodeStates:
 class DecisionInput:
     """What a decision is made from.
 
-    ``devices``: what nodes publish. ``queue``: the pending claims. ``workloads``: what waits in Kueue's queue;
-    ``queued``: what these will claim, None if there are none. ``minor_version``: that of the API server, if known.
-    ``unreported``: the nodes that have not reported their GPUs. ``began``: when the decision began (``perf_counter``).
+    ``devices``: what nodes publish. ``queue``: the pending claims. ``queued``: what the Workloads in Kueue's
+    queue will claim, None if there are none. ``minor_version``: that of the API server, if known.
+    ``unreported``: the nodes that have not reported their GPUs. ``is_same_cluster``: neither a node nor what is
+    allocated on it changed since the last decision; claims may have. ``began``: when that began (``perf_counter``).
     """
 
     snapshot: Snapshot
@@ -76,18 +77,12 @@ class DecisionInput:
     devices: DeviceIndex
     nodes: NodeStates
     queue: Queue
-    workloads: Sequence[QueuedWorkload]
     queued: WorkloadQueue | None
     mode: OfferMode
     minor_version: int | None
     unreported: UnreportedNodes
+    is_same_cluster: bool
     began: float
-
-    @property
-    def is_same_cluster(self) -> bool:
-        """Whether neither a node nor what is allocated on it changed since the last decision; claims may have."""
-        changed = self.snapshot.changed
-        return not changed.names and not changed.membership
 
 
 class ReadStage:
@@ -120,25 +115,28 @@ class ReadStage:
         """The present state of the cluster. Raises ApiError if its offer mode can not be decided."""
         began = time.perf_counter()
         snapshot = self._cache.snapshot()
-        if self._nodes is None or snapshot.changed.names or snapshot.changed.membership:
+        is_same_cluster = not snapshot.changed.names and not snapshot.changed.membership
+        if self._nodes is None or not is_same_cluster:
             self._nodes = self._renewed(snapshot)
             self._mode.update(snapshot.views)
         elif time.monotonic() >= self._mode.due_at:
             self._mode.update(snapshot.views)
         if self._unreported_nodes is None or snapshot.changed.names or self._unreported_nodes != ALL_REPORTED:
             self._unreported_nodes = self._unreported.update(snapshot.views)
-        workloads = [] if self._kueue is None else self._kueue.snapshot()
+        queued, cluster = None, snapshot.cluster
+        if self._kueue is not None and (workloads := self._kueue.snapshot()):  # an empty queue would cost time
+            queued = WorkloadQueue(workloads, cluster, self._fleet, self._matching, self._eligibility_of_queued)
         return DecisionInput(
             snapshot=snapshot,
             fleet=self._fleet,
             devices=self._devices,
             nodes=self._nodes,
-            queue=Queue(snapshot.cluster, self._fleet, self._matching, self._eligibility),
-            workloads=workloads,
-            queued=self._queue_of(workloads, snapshot),
+            queue=Queue(cluster, self._fleet, self._matching, self._eligibility),
+            queued=queued,
             mode=self._mode.mode,
             minor_version=self._mode.minor_version,
             unreported=self._unreported_nodes,
+            is_same_cluster=is_same_cluster,
             began=began,
         )
 
@@ -162,9 +160,3 @@ class ReadStage:
             selector = reader.selector_of(ExactDeviceRequest(device_class.metadata.name), "")
             if selector is not None:
                 deque(selector.among(seen.fleet), maxlen=0)
-
-    def _queue_of(self, workloads: Sequence[QueuedWorkload], snapshot: Snapshot) -> WorkloadQueue | None:
-        """What ``workloads`` will claim; None without any, as every decision would pay for an empty queue."""
-        if not workloads:
-            return None
-        return WorkloadQueue(workloads, snapshot.cluster, self._fleet, self._matching, self._eligibility_of_queued)

@@ -81,7 +81,7 @@ class WriteStage:
         self._asked = None
         self._write_plans(seen, offers, matching_held)
         if not seen.is_same_cluster:
-            self.labels.update(seen.snapshot.changed, seen.fleet)
+            self.labels.update(seen.snapshot.cluster.nodes, seen.snapshot.changed.names, seen.fleet)
         self._evictor.update(seen.snapshot.cluster.claims, seen.fleet, seen.snapshot.changed.names)
         self._asked = asked
         times = (self._held_publication.next_s, self._writer.next_s, self._evictor.next_s)

@@ -73,13 +73,12 @@ class Eligibility:
         condition = condition_of(spec, selectors)
         nodes = self._nodes_of.get(condition)
         if nodes is None:
-            before = self._before.get(condition)
-            nodes = self._nodes_of[condition] = before if before is not None else self._admitting(spec, selectors)
+            nodes = self._before.get(condition)
+            if nodes is None:
+                nodes = frozenset(node.metadata.name for node in self._nodes if admits(spec, node, selectors))
+            # One object for most pods.
+            nodes = self._nodes_of[condition] = self._all_nodes if nodes == self._all_nodes else nodes
         return nodes
-
-    def _admitting(self, spec: PodSpec, selectors: Sequence[NodeSelector]) -> frozenset[str]:
-        nodes = frozenset(node.metadata.name for node in self._nodes if admits(spec, node, selectors))
-        return self._all_nodes if nodes == self._all_nodes else nodes  # one object for most pods
 
 
 def condition_of(spec: PodSpec, allocations: Iterable[object]) -> bytes:
@@ -172,13 +171,9 @@ def _of_taints(taints: Sequence[Taint]) -> Iterator[tuple[Exclusion, str]]:
 
 
 def selects(selector: NodeSelector, node: Node) -> bool:
-    return any(_holds(term, node) for term in selector.node_selector_terms)
-
-
-def _holds(term: NodeTerm, node: Node) -> bool:
-    if not term.match_expressions and not term.match_fields:
-        return False
-    return next(_failing(term, node), None) is None
+    """Whether ``node`` meets all requirements of a term that has some."""
+    terms = (term for term in selector.node_selector_terms if term.match_expressions or term.match_fields)
+    return any(next(_failing(term, node), None) is None for term in terms)
 
 
 def _failing(term: NodeTerm, node: Node) -> Iterator[Expression]:

@@ -188,7 +188,10 @@ class Feasibility:
 
     def outcomes(self, requirements: ClaimRequirements, nodes: Nodes) -> Iterator[tuple[str, SearchOutcome]]:
         """Whether each of ``nodes`` with free memory satisfies ``requirements``, the fullest first."""
-        remembered, budget = self._known_outcomes(requirements), Budget()
+        outcomes_of, budget = self._memory.outcomes, Budget()
+        # Those that the next fleets can take over.
+        where = _room_in(outcomes_of, requirements, MAX_REQUIREMENTS)
+        remembered = {} if self._imagined else outcomes_of.setdefault(where, {})
         for node in self.nodes:
             gpus, free = self._memory.free[node]
             if not free or node not in nodes:
@@ -201,15 +204,6 @@ class Feasibility:
             if outcome is not SearchOutcome.UNKNOWN:  # depends on the steps used for other nodes, too
                 remembered[node] = (gpus, outcome)
             yield node, outcome
-
-    def _known_outcomes(self, requirements: ClaimRequirements) -> NodeOutcomes:
-        """The outcomes by node that the next fleets can take over."""
-        if self._imagined:
-            return {}
-        outcomes = self._memory.outcomes
-        if requirements not in outcomes and len(outcomes) >= MAX_REQUIREMENTS:
-            outcomes.clear()
-        return outcomes.setdefault(requirements, {})
 
     def _outcome(self, requirements: ClaimRequirements, node: str, budget: Budget) -> SearchOutcome:
         """Nodes with equal states have the same answer, unless attribute values or held devices matter."""
@@ -229,15 +223,14 @@ class Feasibility:
         where = (selector, nodes)
         memory = self._memory.kinds
         if where not in memory:
-            if len(memory) >= MAX_SELECTIONS:
-                memory.clear()
             everywhere, fleet = self.fleet.nodes.keys() <= nodes, self.fleet.gpus
             found: dict[Kind, list[str]] = {}
             for matches, alike in selector.among(self.fleet):
                 gpus = alike if everywhere else [uuid for uuid in alike if fleet[uuid].node in nodes]
                 for kind in matches.keys.items() if gpus else ():
                     found.setdefault(Kind(*kind), []).extend(gpus)
-            memory[where] = {kind: frozenset(gpus) for kind, gpus in found.items()}
+            groups = {kind: frozenset(gpus) for kind, gpus in found.items()}
+            memory[_room_in(memory, where, MAX_SELECTIONS)] = groups
         return memory[where]
 
     def having(self, key: OfferKind) -> int:
@@ -269,23 +262,19 @@ class Feasibility:
         lasts = request.count is not None  # then held devices do not matter
         where = (request.selector, kind, nodes, attributes)
         memory, most = (self._memory.sets, MAX_SELECTIONS) if lasts else (self._sets, MAX_ANSWERS)
-        if where not in memory:
-            memory[_room_in(memory, where, most)] = self._find_sets(request, kind, nodes, attributes)
-        return memory[where]
-
-    def _find_sets(
-        self, request: DeviceRequest, kind: Kind, nodes: Nodes, attributes: tuple[str, ...]
-    ) -> list[list[str]]:
-        found: dict[Hashable, list[str]] = {}
+        if where in memory:
+            return memory[where]
+        sets: dict[Hashable, list[str]] = {}
         selected = self.kinds(request.selector, nodes).get(kind, frozenset())
         for entry in self.on(nodes):
-            if entry.gpu.uuid not in selected or (request.count is None and self._refuses_all(request, entry.node)):
+            if entry.gpu.uuid not in selected or (not lasts and self._refuses_all(request, entry.node)):
                 continue
             start = _a_start(entry, kind)
             values = tuple(self.matching.value(entry, kind.key, start, name) for name in attributes)
             if None not in values:
-                found.setdefault((entry.node, values), []).append(entry.gpu.uuid)
-        return list(found.values())
+                sets.setdefault((entry.node, values), []).append(entry.gpu.uuid)
+        memory[_room_in(memory, where, most)] = list(sets.values())
+        return memory[where]
 
     def groups(
         self, request: DeviceRequest, kind: Kind, nodes: Nodes, attributes: tuple[str, ...]
@@ -316,7 +305,7 @@ class Feasibility:
 
 def _room_in(memory: dict[T, Any], key: T, most: int = MAX_ANSWERS) -> T:
     """``key``, for which there is room in ``memory`` now."""
-    if len(memory) >= most:
+    if key not in memory and len(memory) >= most:
         memory.clear()
     return key
 

@@ -224,12 +224,9 @@ class Queue:
     @cached_property
     def pods(self) -> list[Pod]:
         """The pods with pending claims: those of the highest priority first, among equals the oldest."""
-        pods = {pod.metadata.key: pod for pending in self.pending for pod in pending.pods}
-
-        def order(pod: Pod) -> tuple[int, str, str]:
-            return -pod.spec.priority, pod.metadata.creation_timestamp or "", str(pod.metadata.key)
-
-        return sorted(pods.values(), key=order)
+        pods = {str(pod.metadata.key): pod for pending in self.pending for pod in pending.pods}
+        by_name = (pod for _, pod in sorted(pods.items()))
+        return sorted(by_name, key=lambda pod: (-pod.spec.priority, pod.metadata.creation_timestamp or ""))
 
     @cached_property
     def holders(self) -> dict[tuple[str, str], str]:
@@ -253,7 +250,8 @@ class Queue:
 
 def pending_claims(claims: Iterable[Claim], classes: Iterable[DeviceClass], pods: Iterable[Pod]) -> list[PendingClaim]:
     """All pending claims in the order of ``claims``, then of ``pods``."""
-    queued = [pod for pod in pods if is_pending(pod)]
+    waiting = (pod for pod in pods if pod.status.phase == "Pending" and not pod.metadata.deletion_timestamp)
+    queued = [pod for pod in waiting if not pod.spec.scheduling_gates]
     users: dict[Key, list[Pod]] = {}
     for pod in queued:
         for key in pod.claims:
@@ -269,11 +267,6 @@ def pending_claims(claims: Iterable[Claim], classes: Iterable[DeviceClass], pods
         *created,
         *(PendingClaim(claim, (pod,), not_created=True) for pod, claim in not_created if claim is not None),
     ]
-
-
-def is_pending(pod: Pod) -> bool:
-    """Whether the scheduler tries to place the pod, or will."""
-    return pod.status.phase == "Pending" and not pod.metadata.deletion_timestamp and not pod.spec.scheduling_gates
 
 
 IMPLICIT = "deviceclass.resource.kubernetes.io/"

@@ -154,8 +154,8 @@ class RequirementsReader:
             there = f"; there are {', '.join(names[:SHOWN_CLASSES])}{more}" if names else "; the cluster has none"
             return RefusedRequest("NoSuchClass", sentence + (meant(wanted.device_class_name, self._classes) or there))
         expressions = (*_texts(device_class.spec.selectors), *_texts(wanted.selectors))
-        amounts = wanted.capacity.requests if wanted.capacity is not None else {}
-        conditions = tuple(_capacity_conditions(self._selectors.driver, amounts))
+        amounts = None if wanted.capacity is None else wanted.capacity.requests
+        conditions = tuple(_capacity_conditions(self._selectors.driver, amounts)) if amounts else ()
         payer = namespace if wanted.selectors or conditions else ""
         selector = self._selectors.selector(expressions, conditions, payer)
         if isinstance(selector, CelError):

@@ -65,21 +65,17 @@ def changes_that_help(reasoning: Reasoning, pending: PendingClaim) -> list[Helpf
     release = min(filter(None, releases), key=lambda release: len(release.claims), default=None)
     if release is not None:
         changes.append(_of_release(release))
-    for requirements in alternatives:
-        available = [reasoning.availability(request, pending) for request in requirements.requests]
+    seen = [[reasoning.availability(request, pending) for request in chosen.requests] for chosen in alternatives]
+    for requirements, available in zip(alternatives, seen, strict=True):
         changes += _of_gpus(feasibility, requirements, nodes, available)
         changes += _of_nodes(reasoning, pending, requirements)
         changes += _of_count(feasibility, requirements, nodes)
         changes += _of_constraints(feasibility, requirements, nodes)
     if all(change.kind in OF_THE_CLAIM for change in changes):
-        seen = [
-            [reasoning.availability(request, pending) for request in requirements.requests]
-            for requirements in alternatives
-        ]
         several = map(partial(_of_several, feasibility, queue.holders), alternatives, seen)
         changes = [*filter(None, several), *changes]
-    requests = dict.fromkeys(request for requirements in alternatives for request in requirements.requests)
-    failing = [request.name for request in requests if reasoning.availability(request, pending).failure is not None]
+    failures = [availability.request.name for available in seen for availability in available if availability.failure]
+    failing = list(dict.fromkeys(failures))
     if failing:  # the scheduler places no pod while one of its selectors fails on a device that it meets
         also = f", and the selectors of request {listed(failing)} failed on no device"
         changes = [change._replace(text=change.text + also) for change in changes]

@@ -84,7 +84,7 @@ class Explainer:
         ``in_detail`` is called for each claim: False leaves out what takes long, requests, holders and changes.
         """
         for pending in self._queue.pending:
-            yield self.of_pending(pending) if in_detail() else self._brief(pending, self._reason_of(pending))
+            yield self.of_pending(pending) if in_detail() else self._brief(pending, self._view.reasons.get(pending.key))
         yield from map(self._of_reason, self._reasons_without_claim())
 
     def of_pod(self, pod: Pod) -> list[Explanation]:
@@ -112,7 +112,7 @@ class Explainer:
     def _of_claim_of_pod(self, pending: PendingClaim, pod: Pod) -> Explanation:
         """Why ``pending`` is pending; for one of several pods, the reason of its own if it has one."""
         explanation, alone = self.of_pending(pending), replace(pending, pods=(pod,))
-        reason_of_claim = self._reason_of(pending)
+        reason_of_claim = self._view.reasons.get(pending.key)
         reason = dict(reason_of_claim.of_pods).get(pod.metadata.key) if reason_of_claim is not None else None
         if reason is None:
             return explanation
@@ -138,20 +138,18 @@ class Explainer:
 
     def of_pending(self, pending: PendingClaim) -> Explanation:
         """Why ``pending`` is pending."""
-        reason = self._reason_of(pending)
+        reason = self._view.reasons.get(pending.key)
         if reason is not None and reason.code in OF_THE_POD:
             return self._of_reason(reason)
-        available = self._available(pending)
+        reasoning = self._reasoning.for_claim(pending)
+        available = [reasoning.availability(request, pending) for request in self._queue.requests(pending)]
         usable = [gpu.entry for availability in available for gpu in availability.selected.usable]
         return replace(
             self._brief(pending, reason),
             requests=tuple(self._counts(pending, available)),
             holders=tuple(sorted(holders_of(usable, self._queue.holders))),
-            changes=tuple(changes_that_help(self._reasoning.for_claim(pending), pending)),
+            changes=tuple(changes_that_help(reasoning, pending)),
         )
-
-    def _reason_of(self, pending: PendingClaim) -> ClaimReason | None:
-        return self._view.reasons.get(pending.key)
 
     def _brief(self, pending: PendingClaim, reason: ClaimReason | None) -> Explanation:
         """The explanation without what takes long; no ``reason``: the claim is for devices of other drivers."""
@@ -180,10 +178,6 @@ class Explainer:
             for node, excluded in AllocatedPods(self._queue, Clock()).excluded(pending.pods[0]).items():
                 by_exclusion.setdefault(excluded, []).append(node)
         return replace(self._brief(pending, reason), changes=tuple(admitting(by_exclusion)))
-
-    def _available(self, pending: PendingClaim) -> Sequence[Availability]:
-        reasoning = self._reasoning.for_claim(pending)
-        return [reasoning.availability(request, pending) for request in self._queue.requests(pending)]
 
     def _counts(self, pending: PendingClaim, available: Sequence[Availability]) -> Iterator[RequestCount]:
         classes = {

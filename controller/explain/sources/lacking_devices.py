@@ -18,6 +18,7 @@ from controller.demand.gangs import Gang
 from controller.demand.pending_claims import PendingClaim, Queue, described
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest, RefusedRequest
 from controller.explain.reason import ClaimReason, Condition, KnownReasons, Reason, ReasonCode
+from controller.explain.sources import sentences
 from controller.explain.sources.availability import (
     SHOWN,
     Availability,
@@ -34,17 +35,6 @@ from controller.explain.sources.availability import (
 )
 from controller.explain.sources.moves import moves_that_help
 from controller.explain.sources.selector_sentences import selected_nowhere
-from controller.explain.sources.sentences import (
-    constraint,
-    fragmented,
-    held,
-    hindered,
-    only_elsewhere,
-    profile_limit,
-    together,
-    too_many,
-    without_value,
-)
 from controller.explain.sources.waiting_gangs import reason_of_gang
 from driver.kube.types import Key
 
@@ -232,7 +222,7 @@ class Reasoning:
             return selected_nowhere(self._feasibility, request)
         there = sorted({gpu.entry.node for gpu in self.availability(request, pending).selected.gpus})
         what = f"request {request.name}: what it selects is only"
-        return only_elsewhere(what, there, self.excluded(pending), nodes)
+        return sentences.only_elsewhere(what, there, self.excluded(pending), nodes)
 
     def _of_requirements(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
         """Why a claim cannot be satisfied even alone; None if it can."""
@@ -284,13 +274,13 @@ class Reasoning:
             return Reason(ReasonCode.TOO_MANY, sentence, permanent=True)
         for request in requirements.requests:
             if not emptied.could(ClaimRequirements((request,)), everywhere):
-                return too_many(self._feasibility, request, everywhere)
+                return sentences.too_many(self._feasibility, request, everywhere)
         if not emptied.could(requirements, everywhere):
             return self._not_together(requirements, pending)
         if not emptied.could(requirements, nodes):
             there = sorted(emptied.nodes_for(requirements, everywhere - nodes))
             what = self._not_here(requirements, nodes)
-            return only_elsewhere(what, there, self.excluded(pending), nodes)
+            return sentences.only_elsewhere(what, there, self.excluded(pending), nodes)
         if self._feasibility.unheld.could(requirements, nodes):
             return None
         return self._hindered(requirements, pending)
@@ -311,11 +301,11 @@ class Reasoning:
     def _not_together(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason:
         emptied, nodes = self._feasibility.emptied, self._everywhere
         if requirements.constraints and emptied.could(ClaimRequirements(requirements.requests), nodes):
-            missing = without_value(self._feasibility, requirements, nodes)
+            missing = sentences.without_value(self._feasibility, requirements, nodes)
             largest = self._largest_set(requirements, nodes)
-            return constraint(requirements, "even if nothing were held", largest + missing, permanent=True)
+            return sentences.constraint(requirements, "even if nothing were held", largest + missing, permanent=True)
         available = [self.availability(request, pending) for request in requirements.requests]
-        return together(available, "even if nothing were held no node could give all of them", permanent=True)
+        return sentences.together(available, "even if nothing were held no node could give all of them", permanent=True)
 
     def _largest_set(self, requirements: ClaimRequirements, nodes: Nodes) -> str:
         """The most devices of the only request that the only constraint admits."""
@@ -352,7 +342,7 @@ class Reasoning:
             for obstacle in present
             if self._would_fit(ClaimRequirements(chosen) if first else requirements, obstacle, nodes)
         }
-        return hindered(chosen, selected, sufficient or present)
+        return sentences.hindered(chosen, selected, sufficient or present)
 
     def _would_fit(self, requirements: ClaimRequirements, obstacle: Obstacle, nodes: Nodes) -> bool:
         """Whether ``requirements`` could be satisfied if nothing were held and ``obstacle`` were removed everywhere."""
@@ -368,9 +358,9 @@ class Reasoning:
             return None
         available = [self.availability(request, pending) for request in requirements.requests]
         if requirements.constraints and could(ClaimRequirements(requirements.requests), nodes):
-            reason = constraint(requirements, "the requests could be met, but at present")
+            reason = sentences.constraint(requirements, "the requests could be met, but at present")
         else:
-            reason = together(available, "no node has all of them free at once")
+            reason = sentences.together(available, "no node has all of them free at once")
         return replace(reason, sentence=reason.sentence + held_by(available, self.queue.holders))
 
     def _lacking(self, request: DeviceRequest, pending: PendingClaim) -> Reason:
@@ -379,6 +369,6 @@ class Reasoning:
         nodes = available.nodes_with_room()
         if not nodes:
             at_limit = [gpu for gpu in available.selected.usable if gpu.is_at_its_limit]
-            return profile_limit(available, at_limit) if at_limit else held(available, claim_of)
+            return sentences.profile_limit(available, at_limit) if at_limit else sentences.held(available, claim_of)
         moves = moves_that_help(self._feasibility, ClaimRequirements((request,)), nodes, claim_of)
-        return fragmented(available, nodes, moves)
+        return sentences.fragmented(available, nodes, moves)

@@ -12,7 +12,6 @@ from controller.demand.device_search import Budget, SearchOutcome, fits
 from controller.demand.feasibility import Feasibility
 from controller.demand.requirements import ClaimRequirements
 from driver.model.device import Device
-from driver.model.offer import Spot
 
 MAX_NODES = 8
 """Nodes on which moves are tried, those with the most free memory."""
@@ -97,22 +96,15 @@ def _arranged(
         yield (), gpus
         return
     first, *others = devices
-    away = (gpu for gpu in gpus.values() if gpu.number != source.number and _alike(gpu, source))
+    alike = (gpu for gpu in gpus.values() if gpu.gpu.product_name == source.gpu.product_name)
+    away = (gpu for gpu in alike if gpu.number != source.number)
     elsewhere = next(((gpu, spot) for gpu in away for spot in gpu.state.spots(first.spot.kind)), None)
     at_home = gpus[source.number]
     places = [] if elsewhere is None else [elsewhere]
     places += [(at_home, spot) for spot in at_home.state.spots(first.spot.kind) if spot != first.spot]
     for target, spot in places:
-        placed = {**gpus, target.number: _with(target, spot)}
+        device = target.device(spot)
+        held = target if device is None else target.holding((*target.held, device))
+        placed = {**gpus, target.number: held}
         for targets, arranged in _arranged(others, source, placed):
             yield (target, *targets), arranged
-
-
-def _alike(one: FleetGpu, other: FleetGpu) -> bool:
-    return one.gpu.product_name == other.gpu.product_name
-
-
-def _with(target: FleetGpu, spot: Spot) -> FleetGpu:
-    """``target`` with a device in ``spot`` held as well; it must have that spot."""
-    device = target.device(spot)
-    return target if device is None else target.holding((*target.held, device))

@@ -51,40 +51,41 @@ def held(available: Availability, claim_of: Mapping[tuple[str, str], str]) -> Re
     else:
         free = "none is free"
     by = held_by([available], claim_of)
-    sentence = (
-        f"request {request.name} needs {available.needs}: {free}, of {available.selected.products} that have it{by}"
-    )
-    return Reason(ReasonCode.HELD, sentence + unusable(available) + failing(available.failure))
+    return _of_request(available, ReasonCode.HELD, f"{free}, of {available.selected.products} that have it{by}")
 
 
 def profile_limit(available: Availability, gpus: Sequence[SelectedGpu]) -> Reason:
     """Slices are free, but no further partition of the profile can be created."""
-    [key], most, request = gpus[0].matches.keys, gpus[0].most, available.request
+    [key], most = gpus[0].matches.keys, gpus[0].most
     where = listed([f"gpu-{gpu.entry.number} of {gpu.entry.node}" for gpu in gpus])
     sentence = (
-        f"request {request.name} needs {available.needs}: a GPU can have at most {most} of {key}, and {where} "
-        f"{'has' if len(gpus) == 1 else 'have'} as many, although memory is free there"
+        f"a GPU can have at most {most} of {key}, and {where} {'has' if len(gpus) == 1 else 'have'} as many, although "
+        "memory is free there"
     )
-    return Reason(ReasonCode.LIMIT, sentence + unusable(available) + failing(available.failure))
+    return _of_request(available, ReasonCode.LIMIT, sentence)
 
 
 def fragmented(available: Availability, nodes: Sequence[str], moves: Moves | None) -> Reason:
     """Enough memory is free on one of ``nodes``, but not in one place."""
     gpus = sorted(available.selected.by_node[nodes[0]], key=lambda gpu: -gpu.entry.state.free)
-    free, request = sum(gpu.entry.state.free for gpu in gpus), available.request
-    sentence = (
-        f"request {request.name} needs {available.needs}: {free:g} memory slices are free on node {nodes[0]}, "
-        f"at most {gpus[0].entry.state.free:g} on one GPU (gpu-{gpus[0].entry.number}), but no placement"
-    )
+    free = sum(gpu.entry.state.free for gpu in gpus)
+    largest = f"{gpus[0].entry.state.free:g} on one GPU (gpu-{gpus[0].entry.number})"
+    sentence = f"{free:g} memory slices are free on node {nodes[0]}, at most {largest}, but no placement"
     if moves is None:
         where = "within a node" if len(nodes) <= MAX_NODES else f"within one of the {MAX_NODES} nodes with the most"
         way_out = f"; no move of one or two claims {where} was found that would help"
     else:
         way_out = f"; moving {', '.join(map(str, moves.moves))} of node {moves.node} would make room"
-    return Reason(ReasonCode.FRAGMENTED, sentence + way_out + unusable(available) + failing(available.failure))
+    return _of_request(available, ReasonCode.FRAGMENTED, sentence + way_out)
 
 
-def unusable(available: Availability) -> str:
+def _of_request(available: Availability, code: ReasonCode, text: str) -> Reason:
+    """``text`` between what is requested and what can not be used for it."""
+    sentence = f"request {available.request.name} needs {available.needs}: {text}"
+    return Reason(code, sentence + _unusable(available) + failing(available.failure))
+
+
+def _unusable(available: Availability) -> str:
     """The GPUs that can't provide a device, whatever is held: the end of a sentence."""
     groups: dict[str, list[FleetGpu]] = {}
     for gpu in available.selected.gpus:

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.cluster.fleet import Fleet, FleetGpu
-from controller.cluster.node_views import NodeChanges
 from controller.decision.node_labels import LABEL_SETS, NVIDIA, OWN, LabelSet, NodeLabels, label_value
 from driver.errors import FORBIDDEN, ApiError
 from driver.kube.client import KubeClient
@@ -89,7 +88,7 @@ class Cluster:
         if gpus is not None:
             self.fleet = Fleet.of(FleetGpu(name, replace(gpu, uuid=f"{name}-{gpu.uuid}"), gpu.minor) for gpu in gpus)
         node = Node(Metadata(name, uid=f"uid-{name}", labels=dict(labels)))
-        self.labels.update(NodeChanges(frozenset({name}), {name: node}, (), membership=False), self.fleet)
+        self.labels.update([node], [name], self.fleet)
 
     def written(self, count: int) -> list[Applied]:
         wait_for(lambda: len(self.api.applied) >= count, SOON_S, "labels are written")
