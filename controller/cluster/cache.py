@@ -253,7 +253,7 @@ class ClusterCache:
     def _plans_changed(self, changes: Sequence[Change[GpuNodePlan]]) -> bool:
         self._plans_by_node = dict(self._plans_by_node)
         self._take(changes, self._plans_by_node)
-        return any(_differ(change.old, change.new) for change in changes)
+        return any(_without_version(change.old) != _without_version(change.new) for change in changes)
 
     def _take(self, changes: Sequence[Change[T]], into: dict[str, T]) -> bool:
         for change in changes:
@@ -316,11 +316,9 @@ def _kept_plan(found: GpuNodePlan) -> GpuNodePlan:
     return GpuNodePlan(found.metadata, found.spec, kept)
 
 
-def _differ(old: GpuNodePlan | None, new: GpuNodePlan | None) -> bool:
-    """Whether two versions of a plan differ in more than their resourceVersion."""
-    if old is None or new is None:
-        return old is not new
-    return (old.spec, old.status, old.metadata.paused) != (new.spec, new.status, new.metadata.paused)
+def _without_version(plan: GpuNodePlan | None) -> object:
+    """What matters of a plan; its resourceVersion changes with everything else, too."""
+    return None if plan is None else (plan.spec, plan.status, plan.metadata.paused)
 
 
 def _metadata(found: Metadata, labels: Mapping[str, str] | None = None) -> Metadata:

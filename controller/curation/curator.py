@@ -67,20 +67,13 @@ class Curator:
         chosen: set[FleetSpot] = set()
         for key in ranked.keys:
             of_key = {place for place in places.values() if place.spot.kind == key}
-            chosen |= self._select(ranked, key, by_key[key], of_key, keep)
+            whole = [demand.eligible for demand in by_key[key] if demand.everything]
+            fixed = (of_key & keep).union(*(ranked.places(key, eligible) for eligible in whole))
+            needs = needs_of(ranked, key, by_key[key], of_key, self.offers)
+            selection = OfferSelection(OfferDraft(ranked, key), needs, frozenset(fixed), self.stickiness)
+            selection.choose(of_key)
+            chosen |= selection.places
         return tuple(ranked.offer(place) for place in sorted(chosen))
-
-    def _select(
-        self, fleet: RankedFleet, key: OfferKind, demands: list[Demand], published: set[FleetSpot], keep: set[FleetSpot]
-    ) -> set[FleetSpot]:
-        fixed = published & keep
-        for demand in demands:
-            if demand.everything:
-                fixed |= set(fleet.places(key, demand.eligible))
-        needs = needs_of(fleet, key, demands, published, self.offers)
-        selection = OfferSelection(OfferDraft(fleet, key), needs, frozenset(fixed), self.stickiness)
-        selection.choose(published)
-        return selection.places
 
 
 class OfferDraft:
@@ -96,6 +89,7 @@ class OfferDraft:
         self.growth = 0.0
         self._cliques = list(fleet.cliques)
         self._base: dict[Eligible, CliqueCandidates] = {None: fleet.candidates.get(key, NO_CANDIDATES)}
+        """The best place of each clique on the fleet."""
         self._changed: set[int] = set()
         """Cliques that differ from the fleet."""
         self._of_changed: dict[Eligible, dict[int, CliqueCandidate | None]] = defaultdict(dict)
@@ -158,8 +152,11 @@ class OfferDraft:
 
     def _candidates(self, eligible: Eligible, but: int | None = None) -> Iterator[CliqueCandidate]:
         """The candidates of changed cliques and the best of the others; may leave out that of ``but``."""
-        excluded = self._changed | {but}
-        ordered = self._candidates_of(eligible).ordered
+        if eligible not in self._base:
+            cliques = self.fleet.positions(eligible)
+            candidates = {at: self._candidate(at, self.fleet.cliques[at], eligible) for at in cliques}
+            self._base[eligible] = NO_CANDIDATES.changed(candidates)
+        excluded, ordered = self._changed | {but}, self._base[eligible].ordered
         unchanged = (candidate for candidate in ordered if candidate.clique not in excluded)
         yield from islice(unchanged, 1)
         of_changed = self._of_changed[eligible]
@@ -169,14 +166,6 @@ class OfferDraft:
             candidate = of_changed[at]
             if candidate is not None:
                 yield candidate
-
-    def _candidates_of(self, eligible: Eligible) -> CliqueCandidates:
-        """The best place of each clique on the fleet."""
-        if eligible not in self._base:
-            cliques = self.fleet.positions(eligible)
-            candidates = {at: self._candidate(at, self.fleet.cliques[at], eligible) for at in cliques}
-            self._base[eligible] = NO_CANDIDATES.changed(candidates)
-        return self._base[eligible]
 
     def _candidate(self, at: int, clique: RankedClique, eligible: Eligible) -> CliqueCandidate | None:
         if eligible is None:
@@ -302,24 +291,21 @@ class OfferSelection:
 
     def _exchange(self) -> bool:
         """Makes the exchange that gains most, if there is one worth it."""
-        exchanges = map(self._best_exchange, sorted(self.draft.places - self.fixed))
-        best = max((exchange for exchange in exchanges if exchange is not None), default=None)
-        if best is None:
+        exchanges = []
+        for place in sorted(self.draft.places - self.fixed):
+            narrow = [need.eligible for need in self._tight(place) if need.eligible is not None]
+            eligible = frozenset.intersection(*narrow) if narrow else None
+            terms, best = self.draft.instead_of(place, eligible)
+            if best is not None:
+                better = best.ranked.terms
+                gain = math.inf if terms.ends_shares > better.ends_shares else terms.growth - better.growth
+                exchanges.append(Exchange(gain, place, best.place))
+        exchange = max(exchanges, default=None)
+        if exchange is None or exchange.gain <= self.stickiness + ROUNDING:
             return False
-        self.draft.remove(best.old)
-        self.draft.add(best.new)
+        self.draft.remove(exchange.old)
+        self.draft.add(exchange.new)
         return True
-
-    def _best_exchange(self, place: FleetSpot) -> Exchange | None:
-        """The best place for ``place`` that serves the same needs, if it gains more than the stickiness."""
-        narrow = [need.eligible for need in self._tight(place) if need.eligible is not None]
-        eligible = frozenset.intersection(*narrow) if narrow else None
-        terms, best = self.draft.instead_of(place, eligible)
-        if best is None:
-            return None
-        better = best.ranked.terms
-        gain = math.inf if terms.ends_shares > better.ends_shares else terms.growth - better.growth
-        return Exchange(gain, place, best.place) if gain > self.stickiness + ROUNDING else None
 
     def _tight(self, place: FleetSpot) -> list[Need]:
         """The needs that can't do without ``place``."""

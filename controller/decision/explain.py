@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from controller.cluster.cache import ClusterCache
+from controller.cluster.cache import ClusterCache, Snapshot
 from controller.cluster.node_views import UnreportedNodes
+from controller.cluster.published_offers import DeviceIndex
 from controller.decision.choose import ChosenOffers, WaitsFor
 from controller.decision.read import DecisionInput
+from controller.demand.feasibility import Feasibility
+from controller.demand.pending_claims import Queue
 from controller.demand.queued_workloads import WorkloadQueue
 from controller.explain.events import EventReporter, written_events
 from controller.explain.lookups import ApiLookups
@@ -68,22 +71,13 @@ class ExplainStage:
         self._explained += 1
         if self._explained == 2:  # nodes and pods wait for the first decision
             self._events.adopt(written_events(self._client))
-        reasons = self._events.claims(self.finder.find(self._situation(seen, offers)), seen.queue)
-        if self._metrics is not None:
-            codes = {key: reason.code.value for key, reason in reasons.items()}
-            self._metrics.decision_made(seen.queue, seen.fleet, offers.wanted, codes, seen.snapshot.changed.names)
-        if seen.queued is not None:
-            self._events.workloads(self._workload_reasons.of(seen.queued, seen.unreported))
-        return ClusterView.of_decision(seen.snapshot, copy.copy(seen.devices), seen.queue, reasons)
-
-    def _situation(self, seen: DecisionInput, offers: ChosenOffers) -> Situation:
         plan = None
         if offers.planned.by_claim is not None:
             obstructed = offers.waiting_for(WaitsFor.OVERLAPPING_DEVICES)
             plan = DisjointPlan(offers.planned.by_claim, obstructed, self._settings.settle_s)
-        return Situation(
+        situation = Situation(
             queue=seen.queue,
-            offered=seen.devices.allocatable(self._fence.fenced),
+            offered=seen.devices.allocatable(self._fence.fenced.devices),
             unpublished=seen.devices.unpublished(seen.snapshot.plans),
             silent=seen.nodes.silent,
             refusing=seen.nodes.refusing,
@@ -91,6 +85,22 @@ class ExplainStage:
             plan=plan,
             lookups=self._lookups,
         )
+        reasons = self._events.claims(self.finder.find(situation), seen.queue)
+        if self._metrics is not None:
+            codes = {key: reason.code.value for key, reason in reasons.items()}
+            self._metrics.decision_made(seen.queue, seen.fleet, offers.wanted, codes, seen.snapshot.changed.names)
+        if seen.queued is not None:
+            self._events.workloads(self._workload_reasons.of(seen.queued, seen.unreported))
+        return decided_view(seen.snapshot, copy.copy(seen.devices), seen.queue, reasons)
+
+
+def decided_view(
+    snapshot: Snapshot, devices: DeviceIndex, queue: Queue, reasons: Mapping[str, ClaimReason]
+) -> ClusterView:
+    """What was decided from, for another thread: what that finds out is not added to what the next decision knows."""
+    present = queue.feasibility
+    apart = queue.on(Feasibility(present.fleet, present.matching, imagined=True))
+    return ClusterView(snapshot, present.fleet, devices, apart, decided=reasons)
 
 
 class WorkloadReasons:

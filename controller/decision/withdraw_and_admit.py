@@ -52,8 +52,10 @@ class WithdrawStage:
             self._is_started = True
         staying = offers.wanted | offers.listed
         excess = frozenset(device for offer, device in devices.managed.items() if offer not in staying)
-        awaited = {offer for planned in (by_claim or {}).values() for offer in planned}
-        urgent = frozenset[PoolDevice]().union(*devices.obstacles(awaited, ()).values())
+        urgent = frozenset[PoolDevice]()
+        if by_claim:
+            awaited = {offer for planned in by_claim.values() for offer in planned}
+            urgent = urgent.union(*devices.obstacles(awaited, ()).values())
         withdrawn = frozenset[PoolDevice]()
         if excess or self._is_withdrawing:
             withdrawn = self.withdrawals.decide(excess, devices.is_published, urgent)
@@ -79,14 +81,15 @@ class AdmitStage:
     def admit(self, seen: DecisionInput, offers: ChosenOffers) -> ChosenOffers:
         """``offers``, of which more may wait."""
         offers = offers.let_wait(self._unfence(offers.possible, seen.devices), WaitsFor.FENCE)
-        offers = offers.let_wait(self._unverified(offers.possible, seen), WaitsFor.CLAIMS)
+        if seen.nodes.leaving_out_held:
+            offers = offers.let_wait(self._unverified(offers.possible, seen), WaitsFor.CLAIMS)
         self._is_blocked = bool(offers.waiting)
         return offers
 
     def _unfence(self, offers: Collection[Offer], devices: DeviceIndex) -> set[Offer]:
         """Lift the fence from offered devices. Returns those of ``offers`` that stay fenced because that failed."""
         unmanaged = {device for offer, device in devices.free.items() if offer not in devices.managed}
-        fenced = {device for device in devices.of(offers) | unmanaged if device in self._fence.fenced}
+        fenced = {device for device in devices.of(offers) | unmanaged if device in self._fence.fenced.devices}
         if not fenced:
             return set()
         try:
@@ -103,8 +106,6 @@ class AdmitStage:
         must name every device of it that a claim holds. Hence this waits until the cache of claims has processed every
         change up to now, and leaves out the nodes on which that changed anything: another decision follows at once.
         """
-        if not seen.nodes.leaving_out_held:
-            return set()
         node_of = first_offers(offers, seen.fleet, seen.snapshot.plans)
         if not node_of:
             return set()

@@ -79,16 +79,6 @@ class WriteStage:
         if seen.is_same_cluster and asked == self._asked and time.monotonic() < self._due_at:
             return
         self._asked = None
-        self._write_plans(seen, offers, matching_held)
-        if not seen.is_same_cluster:
-            self.labels.update(seen.snapshot.cluster.nodes, seen.snapshot.changed.names, seen.fleet)
-        self._evictor.update(seen.snapshot.cluster.claims, seen.fleet, seen.snapshot.changed.names)
-        self._asked = asked
-        times = (self._held_publication.next_s, self._writer.next_s, self._evictor.next_s)
-        seconds = min((seconds for seconds in times if seconds is not None), default=math.inf)
-        self._due_at = time.monotonic() + seconds
-
-    def _write_plans(self, seen: DecisionInput, offers: ChosenOffers, matching_held: Nodes) -> None:
         plans, views, changed = seen.snapshot.plans, seen.snapshot.views, seen.snapshot.changed
         most_gpus = publish_held_limit(self._settings, seen.minor_version)
         publish_held = self._held_publication.decide(
@@ -100,9 +90,15 @@ class WriteStage:
         written = self._writer.write(specs, plans, self._specs.owners, self._specs.changed | changed.names)
         self._specs.changed.clear()
         if written:
-            elapsed = (time.perf_counter() - seen.began) * 1000
-            offered = len(offers.planned.offers)
+            elapsed, offered = (time.perf_counter() - seen.began) * 1000, len(offers.planned.offers)
             log.info("wrote plans", extra={"plans": written, "offers": offered, "ms": f"{elapsed:.0f}"})
+        if not seen.is_same_cluster:
+            self.labels.update(seen.snapshot.cluster.nodes, changed.names, seen.fleet)
+        self._evictor.update(seen.snapshot.cluster.claims, seen.fleet, changed.names)
+        self._asked = asked
+        times = (self._held_publication.next_s, self._writer.next_s, self._evictor.next_s)
+        seconds = min((seconds for seconds in times if seconds is not None), default=math.inf)
+        self._due_at = time.monotonic() + seconds
 
 
 def publish_held_limit(settings: ControllerSettings, minor_version: int | None) -> int | None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from controller.demand.feasibility import Group, Kind, Nodes
+from controller.demand.feasibility import Feasibility, Group, Kind, Nodes
 from controller.demand.gpu_equivalence_classes import BY_PLACEMENT
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements, DeviceRequest
@@ -48,16 +48,14 @@ def demand_of(queue: Queue, widened: Mapping[str, Nodes] = NONE) -> list[Demand]
 
     ``widened``: nodes that offer all matching devices for the claim of that key (``controller.curation.wider_offers``).
     """
-    claims = _ClaimDemand(queue)
-    demands = [
-        demand for pending in queue.pending if pending.key not in queue.held_back for demand in claims.of(pending)
-    ]
+    placeable = (pending for pending in queue.pending if pending.key not in queue.held_back)
+    demands = [demand for pending in placeable for demand in _of_claim(queue, pending)]
     for pending, count in queue.expected:
-        for demand in claims.of(pending):
+        for demand in _of_claim(queue, pending):
             demands += [demand] * count if demand.together else [replace(demand, count=count * demand.count)]
     for pending in queue.pending:
         if pending.key in widened:
-            demands += claims.everything(pending, widened[pending.key])
+            demands += _all_of_claim(queue, pending, widened[pending.key])
     demands += [Demand(kind.key, 1, gpus, everything=True) for kind, gpus in _matching_held(queue)]
     plain: Counter[tuple[OfferKind, Eligible]] = Counter()
     rest: list[Demand] = []
@@ -81,79 +79,75 @@ def _matching_held(queue: Queue) -> Iterator[tuple[Kind, Group]]:
         yield from queue.feasibility.kinds(request.selector, queue.nodes(pending)).items()
 
 
-class _ClaimDemand:
-    """Demand for the claims of one queue, one by one; equal requests are worked out once."""
+def _of_claim(queue: Queue, pending: PendingClaim) -> Iterator[Demand]:
+    """For each request one demand for every kind of device that it selects."""
+    requirements = queue.chosen(pending)
+    if requirements is None:
+        return
+    nodes = queue.nodes(pending)
+    on_one_node = _on_one_node(queue, pending, requirements, nodes)
+    if on_one_node is not None:
+        yield from on_one_node
+        return
+    for index, request in enumerate(requirements.requests):
+        concerning = (constraint for constraint in requirements.constraints if index in constraint.requests)
+        attributes = tuple(constraint.attribute for constraint in concerning if not constraint.distinct)
+        for kind in queue.feasibility.kinds(request.selector, nodes):
+            yield from _of_kind(queue.feasibility, request, kind, nodes, attributes)
 
-    def __init__(self, queue: Queue) -> None:
-        self._queue = queue
-        self._feasibility = queue.feasibility
 
-    def of(self, pending: PendingClaim) -> Iterator[Demand]:
-        """For each request one demand for every kind of device that it selects."""
-        requirements = self._queue.chosen(pending)
-        if requirements is None:
-            return
-        nodes = self._queue.nodes(pending)
-        on_one_node = self._on_one_node(pending, requirements, nodes)
-        if on_one_node is not None:
-            yield from on_one_node
-            return
-        for index, request in enumerate(requirements.requests):
-            concerning = (constraint for constraint in requirements.constraints if index in constraint.requests)
-            attributes = tuple(constraint.attribute for constraint in concerning if not constraint.distinct)
-            for kind in self._feasibility.kinds(request.selector, nodes):
-                yield from self._of_kind(request, kind, nodes, attributes)
+def _all_of_claim(queue: Queue, pending: PendingClaim, nodes: Nodes) -> Iterator[Demand]:
+    """All devices on ``nodes`` for a claim and the other claims of its pods, for every alternative."""
+    companions = queue.companions(pending)
+    for request in {request for companion in companions for request in queue.requests(companion)}:
+        for kind, gpus in queue.feasibility.kinds(request.selector, nodes).items():
+            yield Demand(kind.key, request.count or 1, gpus, everything=True)
 
-    def everything(self, pending: PendingClaim, nodes: Nodes) -> Iterator[Demand]:
-        """All devices on ``nodes`` for a claim and the other claims of its pods, for every alternative."""
-        companions = self._queue.companions(pending)
-        for request in {request for companion in companions for request in self._queue.requests(companion)}:
-            for kind, gpus in self._feasibility.kinds(request.selector, nodes).items():
-                yield Demand(kind.key, request.count or 1, gpus, everything=True)
 
-    def _of_kind(
-        self, request: DeviceRequest, kind: Kind, nodes: Nodes, attributes: tuple[str, ...]
-    ) -> Iterator[Demand]:
-        """``attributes``: each device must have them, and all the same values."""
-        count = self._feasibility.count(request, kind, nodes)
-        eligible = self._feasibility.kinds(request.selector, nodes)[kind]
-        if attributes:
-            eligible = frozenset().union(*self._feasibility.sets(request, kind, nodes, attributes))
-        if not count or not eligible:
-            return
-        anywhere = kind.starts is None and len(eligible) == self._feasibility.having(kind.key)
-        together = self._feasibility.groups(request, kind, nodes, attributes) if request.count != 1 else ()
-        yield Demand(kind.key, count, None if anywhere else eligible, together, everything=kind.starts is not None)
+def _of_kind(
+    feasibility: Feasibility, request: DeviceRequest, kind: Kind, nodes: Nodes, attributes: tuple[str, ...]
+) -> Iterator[Demand]:
+    """``attributes``: each device must have them, and all the same values."""
+    count = feasibility.count(request, kind, nodes)
+    eligible = feasibility.kinds(request.selector, nodes)[kind]
+    if attributes:
+        eligible = frozenset().union(*feasibility.sets(request, kind, nodes, attributes))
+    if not count or not eligible:
+        return
+    anywhere = kind.starts is None and len(eligible) == feasibility.having(kind.key)
+    together = feasibility.groups(request, kind, nodes, attributes) if request.count != 1 else ()
+    yield Demand(kind.key, count, None if anywhere else eligible, together, everything=kind.starts is not None)
 
-    def _on_one_node(
-        self, pending: PendingClaim, requirements: ClaimRequirements, nodes: Nodes
-    ) -> Iterable[Demand] | None:
-        """Demand on the node found for a claim that sets of GPUs can't describe; None for other claims.
 
-        Where devices of several kinds are allocated together, everything is offered: the best place of one kind may
-        lie on the very GPU that another kind needs.
-        """
-        feasibility, companions = self._feasibility, self._queue.companions(pending)
-        all_claims = [claim for claim in map(self._queue.chosen, companions) if claim is not None]
-        requests = [request for claim in all_claims for request in claim.requests]
-        kinds = {kind for request in requests for kind in feasibility.kinds(request.selector, nodes)}
-        several = len(requirements.requests) > 1
-        by_placement = any(
-            constraint.attribute.rpartition("/")[2] == BY_PLACEMENT for constraint in requirements.constraints
-        )
-        finer = by_placement or any(constraint.distinct or several for constraint in requirements.constraints)
-        single = len(requirements.requests) == len(companions) == 1
-        mixed = len(kinds) > 1 and not (single and requirements.requests[0].count in {1, None})
-        exact = finer or mixed or any(kind.starts is not None for kind in kinds)
-        if single and not exact:
-            return None
-        node = self._queue.found(pending).node
-        if node is None:
-            return None
-        only = frozenset({node})
-        return [
-            Demand(kind.key, count, gpus, everything=exact)
-            for request in requirements.requests
-            for kind, gpus in feasibility.kinds(request.selector, only).items()
-            if (count := self._feasibility.count(request, kind, only))
-        ]
+def _on_one_node(
+    queue: Queue, pending: PendingClaim, requirements: ClaimRequirements, nodes: Nodes
+) -> Iterable[Demand] | None:
+    """Demand on the node found for a claim that sets of GPUs can't describe; None for other claims.
+
+    Where devices of several kinds are allocated together, everything is offered: the best place of one kind may
+    lie on the very GPU that another kind needs.
+    """
+    feasibility, companions = queue.feasibility, queue.companions(pending)
+    all_claims = [claim for claim in map(queue.chosen, companions) if claim is not None]
+    requests = [request for claim in all_claims for request in claim.requests]
+    kinds = {kind for request in requests for kind in feasibility.kinds(request.selector, nodes)}
+    several = len(requirements.requests) > 1
+    by_placement = any(
+        constraint.attribute.rpartition("/")[2] == BY_PLACEMENT for constraint in requirements.constraints
+    )
+    finer = by_placement or any(constraint.distinct or several for constraint in requirements.constraints)
+    single = len(requirements.requests) == len(companions) == 1
+    mixed = len(kinds) > 1 and not (single and requirements.requests[0].count in {1, None})
+    exact = finer or mixed or any(kind.starts is not None for kind in kinds)
+    if single and not exact:
+        return None
+    node = queue.found(pending).node
+    if node is None:
+        return None
+    only = frozenset({node})
+    return [
+        Demand(kind.key, count, gpus, everything=exact)
+        for request in requirements.requests
+        for kind, gpus in feasibility.kinds(request.selector, only).items()
+        if (count := feasibility.count(request, kind, only))
+    ]

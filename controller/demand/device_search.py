@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 
@@ -75,11 +75,11 @@ class SearchOutcome(Enum):
     UNKNOWN = "unknown"
 
 
+@dataclass
 class Budget:
     """The steps left for all nodes together."""
 
-    def __init__(self, steps: int = FLEET_STEPS) -> None:
-        self.left = steps
+    left: int = FLEET_STEPS
 
     @property
     def is_spent(self) -> bool:

@@ -75,7 +75,10 @@ class Eligibility:
         if nodes is None:
             nodes = self._before.get(condition)
             if nodes is None:
-                nodes = frozenset(node.metadata.name for node in self._nodes if admits(spec, node, selectors))
+                admitting = (node for node in self._nodes if next(_exclusions(spec, node), None) is None)
+                nodes = frozenset(
+                    node.metadata.name for node in admitting if all(selects(selector, node) for selector in selectors)
+                )
             # One object for most pods.
             nodes = self._nodes_of[condition] = self._all_nodes if nodes == self._all_nodes else nodes
         return nodes
@@ -88,11 +91,6 @@ def condition_of(spec: PodSpec, allocations: Iterable[object]) -> bytes:
     """
     parts = (spec.node_name, spec.node_selector, spec.affinity, spec.tolerations, tuple(allocations))
     return blake2b(msgspec.json.encode(parts), digest_size=16).digest()
-
-
-def admits(spec: PodSpec, node: Node, allocations: Iterable[NodeSelector] = ()) -> bool:
-    """Whether such a pod may run on ``node``. ``allocations`` are those of its allocated claims."""
-    return next(_exclusions(spec, node), None) is None and all(selects(selector, node) for selector in allocations)
 
 
 def exclusion(spec: PodSpec, node: Node, allocations: Mapping[str, NodeSelector] | None = None) -> Excluded | None:

@@ -81,20 +81,15 @@ class Matching(Selectors):
 
     def __init__(self, driver: str) -> None:
         super().__init__(driver)
-        self._memory = HardwareMemory(None)
-
-    def memory_of(self, hardware: Hardware) -> HardwareMemory:
-        """The results about fleets of that hardware."""
-        if self._memory.hardware is not hardware:
-            self._memory = HardwareMemory(hardware)
-        return self._memory
+        self.memory = HardwareMemory(None)
 
     def feasibility(self, fleet: Fleet) -> Feasibility:
         """The feasibility on the present fleet: the same object as long as the fleet is."""
-        memory = self.memory_of(fleet.hardware)
-        if memory.present is None or memory.present.fleet is not fleet:
-            memory.present = Feasibility(fleet, self)
-        return memory.present
+        if self.memory.hardware is not fleet.hardware:
+            self.memory = HardwareMemory(fleet.hardware)
+        if self.memory.present is None or self.memory.present.fleet is not fleet:
+            self.memory.present = Feasibility(fleet, self)
+        return self.memory.present
 
 
 class Feasibility:
@@ -109,7 +104,7 @@ class Feasibility:
         self.matching = matching
         self._empty = empty
         self._imagined = imagined
-        self._memory = HardwareMemory(None) if imagined else matching.memory_of(fleet.hardware)
+        self._memory = HardwareMemory(None) if imagined else matching.memory
         self._states: dict[str, States] = {}
         self._outcomes: dict[Hashable, SearchOutcome] = {}
         self._found: dict[tuple[ClaimRequirements, Nodes], NodeSearch] = {}
@@ -169,18 +164,16 @@ class Feasibility:
         """The fullest of ``nodes`` that satisfies ``requirements``."""
         where = (requirements, nodes)
         if where not in self._found:
-            self._found[_room_in(self._found, where)] = self._find_node(requirements, nodes)
+            search = NodeSearch(SearchOutcome.NONE)
+            undecided = 0
+            for node, outcome in self.outcomes(requirements, nodes):
+                undecided += outcome is SearchOutcome.UNKNOWN
+                if outcome is not SearchOutcome.NONE:
+                    search = NodeSearch(outcome, node if outcome is SearchOutcome.FITS else None)
+                if outcome is SearchOutcome.FITS or undecided >= MAX_UNDECIDED_NODES:
+                    break
+            self._found[_room_in(self._found, where)] = search
         return self._found[where]
-
-    def _find_node(self, requirements: ClaimRequirements, nodes: Nodes) -> NodeSearch:
-        undecided = 0
-        for node, outcome in self.outcomes(requirements, nodes):
-            if outcome is SearchOutcome.FITS:
-                return NodeSearch(outcome, node)
-            undecided += outcome is SearchOutcome.UNKNOWN
-            if undecided >= MAX_UNDECIDED_NODES:
-                break
-        return NodeSearch(SearchOutcome.UNKNOWN if undecided else SearchOutcome.NONE)
 
     def nodes_for(self, requirements: ClaimRequirements, nodes: Nodes) -> list[str]:
         """Those of ``nodes`` that satisfy ``requirements``, or might."""

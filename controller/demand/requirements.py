@@ -103,9 +103,12 @@ class RequirementsReader:
         for request in devices.requests:
             alternatives = []
             for alternative in request.alternatives:
-                read = self._read(request, alternative, claim.metadata.namespace)
-                if isinstance(read, RefusedRequest):
-                    return read
+                selector = self._selector(request, alternative, claim.metadata.namespace)
+                if isinstance(selector, RefusedRequest):
+                    return selector
+                read = None
+                if selector is not None and not alternative.admin_access:  # which needs no free device
+                    read = self._request(request, alternative, selector)
                 alternatives.append((request.name, request.name_of(alternative), read))
             choices.append(alternatives)
         combinations = islice(product(*choices), MAX_COMBINATIONS)
@@ -125,17 +128,6 @@ class RequirementsReader:
         """What a request of a claim in ``namespace`` selects; None if that is nothing of ours."""
         selector = self._selector(Request(""), wanted, namespace)
         return selector if isinstance(selector, Selector) else None
-
-    def _read(
-        self, request: Request, wanted: ExactDeviceRequest, namespace: str
-    ) -> DeviceRequest | RefusedRequest | None:
-        """None for requests that are left out."""
-        selector = self._selector(request, wanted, namespace)
-        if isinstance(selector, RefusedRequest):
-            return selector
-        if selector is None or wanted.admin_access:  # adminAccess needs no free device
-            return None
-        return self._request(request, wanted, selector)
 
     def _request(self, request: Request, wanted: ExactDeviceRequest, selector: Selector) -> DeviceRequest:
         name, count = request.name_of(wanted), None if wanted.takes_all else wanted.count

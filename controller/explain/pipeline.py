@@ -16,16 +16,16 @@ that the ones before had nothing to say.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from controller.demand.device_search import SearchOutcome
 from controller.demand.pending_claims import PendingClaim, Queue
-from controller.explain.reason import OF_THE_POD, ClaimReason, KnownReasons, ReasonCode
+from controller.explain.reason import OF_THE_POD, ClaimReason, ReasonCode
 from controller.explain.situation import DisjointPlan, Situation
 from controller.explain.sources.availability import listed
-from controller.explain.sources.lacking_devices import Reasoning, reason_of
+from controller.explain.sources.lacking_devices import KnownReasons, Reasoning, reason_of
 from controller.explain.sources.pending_despite_offers import ClaimsDespiteOffers, Sightings
 from controller.explain.sources.scheduler_reports import SchedulerActivity, with_scheduler
 from controller.explain.sources.unplaced_pods import UnplacedPods
@@ -101,7 +101,10 @@ class ReasonFinder:
         yield from (reason for key, reason in unplaced.items() if key not in queued)
         last, self._last = self._last, {}
         until, now = self._clock.monotonic() + self._limit_seconds, self._clock.now()
-        for pending in self._in_turn(queue.pending):
+        first = next((place for place, claim in enumerate(queue.pending) if claim.key == self.postponed), 0)
+        self.postponed = ""
+        # First those that the last search had no time for.
+        for pending in (*queue.pending[first:], *queue.pending[:first]):
             key = (pending.key, pending.claim.metadata.uid)
             reason = unplaced.get(pending.key)
             if reason is None and key in last and self._clock.monotonic() > until:
@@ -116,12 +119,6 @@ class ReasonFinder:
             is_old = reason.found_at is not None and now - reason.found_at > SHOWN_AGE
             shown = reason if is_old else reason._replace(found_at=None)
             yield with_scheduler(shown, activity, self._clock)
-
-    def _in_turn(self, pending: Sequence[PendingClaim]) -> Iterator[PendingClaim]:
-        """All claims, first those that the last search had no time for."""
-        first = next((place for place, claim in enumerate(pending) if claim.key == self.postponed), 0)
-        self.postponed = ""
-        yield from (*pending[first:], *pending[:first])
 
 
 @dataclass(frozen=True)

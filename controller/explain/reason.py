@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from typing import NamedTuple
 
-from controller.cluster.fleet import Fleet
-from controller.demand.eligibility import Eligibility
-from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.pending_claims import PendingClaim
-from controller.demand.requirements import ClaimRequirements
 from driver.clock import seconds_time
 from driver.kube.types import Key, Metadata
-
-MAX_KNOWN = 1024
-"""Reasons of each kind that are remembered from one search to the next."""
-
-Condition = tuple[Nodes, bytes]
 
 
 class ReasonCode(StrEnum):
@@ -108,24 +98,3 @@ class Reason:
     def nearness(self) -> tuple[bool, int]:
         """Sort key: the alternative with the greatest is nearest to being satisfied."""
         return (not self.permanent, list(ReasonCode).index(self.code))
-
-
-class KnownReasons:
-    """Reasons of requirements, which hold until a GPU, a Node or, unless they are permanent, a holder changes."""
-
-    def __init__(self) -> None:
-        self.permanent: dict[tuple[ClaimRequirements, Condition], Reason | None] = {}
-        self.present: dict[tuple[ClaimRequirements, Condition], Reason | None] = {}
-        self.tainted: dict[Hashable, tuple[Feasibility, KnownReasons]] = {}
-        """By DeviceTaintRules and selectors: the GPUs as a claim sees that does not tolerate the rules."""
-        self._fleets: tuple[Fleet, Fleet, Eligibility] | None = None
-
-    def begin(self, fleet: Fleet, eligibility: Eligibility) -> None:
-        """Forget what does not hold for ``fleet`` with the Nodes of ``eligibility``."""
-        before, self._fleets = self._fleets, (fleet, fleet.unheld, eligibility)
-        kept = before is not None and before[1] is fleet.unheld and before[2] is eligibility
-        if not kept or len(self.permanent) >= MAX_KNOWN:
-            self.permanent.clear()
-        if not kept or before is None or before[0] is not fleet or len(self.present) >= MAX_KNOWN:
-            self.present.clear()
-            self.tainted.clear()

@@ -46,22 +46,19 @@ class FencedDevices:
         self._clock = clock
         self._lock = threading.Lock()
         self._version = ""
-        self._since: dict[PoolDevice, float] = {}
+        self.devices: dict[PoolDevice, float] = {}
+        """When each was fenced. To look one up takes no lock, which is held over requests."""
 
     def load(self) -> None:
         """Read the ConfigMap; the age of new entries counts from now. Raises ApiError."""
         with self._lock:
             self._load()
 
-    def __contains__(self, device: object) -> bool:
-        # Without the lock, which is held over requests: every decision asks this of every offer.
-        return device in self._since
-
     def add(self, devices: Collection[PoolDevice]) -> None:
         """Fence at most MAX_ENTRIES devices; the oldest others are dropped if there would be more in all."""
         new = set(devices)
         with self._lock:
-            others = sorted(self._since.keys() - new, key=lambda device: self._since[device])
+            others = sorted(self.devices.keys() - new, key=lambda device: self.devices[device])
             dropped = others[: max(0, len(others) + len(new) - MAX_ENTRIES)]
             if dropped:
                 log.warning("too many fenced devices: the oldest entries are dropped", extra={"count": len(dropped)})
@@ -69,24 +66,24 @@ class FencedDevices:
                 self._write(new, set(dropped))
             finally:
                 # The response may have been lost: from here on they count as fenced.
-                self._since |= dict.fromkeys(new, self._clock.monotonic())
+                self.devices |= dict.fromkeys(new, self._clock.monotonic())
 
     def remove(self, devices: Collection[PoolDevice]) -> None:
         """Remove the entries; nothing is written if there are none."""
         with self._lock:
-            if present := self._since.keys() & set(devices):
+            if present := self.devices.keys() & set(devices):
                 self._write(set(), present)
 
     def room(self, seconds: float) -> int:
         """Number of devices that can be fenced if only entries of at least that age are dropped."""
-        spared = len(self._since) - len(self.older_than(seconds))
+        spared = len(self.devices) - len(self.older_than(seconds))
         return max(0, MAX_ENTRIES - spared)
 
     def older_than(self, seconds: float) -> set[PoolDevice]:
         """Devices that were fenced at least that long ago, as seen by this process."""
         with self._lock:
             ended = self._clock.monotonic() - seconds
-            return {device for device, since in self._since.items() if since <= ended}
+            return {device for device, since in self.devices.items() if since <= ended}
 
     def _load(self) -> None:
         self._remember(self._client.find(f"{self._folder}/{FENCE}") or {})
@@ -105,7 +102,7 @@ class FencedDevices:
                 self._load()
 
     def _store(self, new: set[PoolDevice], gone: set[PoolDevice]) -> Object:
-        fenced = (self._since.keys() | new) - gone
+        fenced = (self.devices.keys() | new) - gone
         metadata = {"name": FENCE, "namespace": self._namespace}
         whole = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": written(fenced)}
         if not self._version:
@@ -118,7 +115,7 @@ class FencedDevices:
     def _remember(self, stored: Object) -> None:
         devices = read(stored.get("data") or {})
         now = self._clock.monotonic()
-        self._since = {device: self._since.get(device, now) for device in devices}
+        self.devices = {device: self.devices.get(device, now) for device in devices}
         self._version = stored.get("metadata", {}).get("resourceVersion", "")
 
 

@@ -198,7 +198,7 @@ class Fence:
         Devices that were lifted meanwhile are left out; if none is left, there is nothing to probe.
         """
         ends = self._clock.monotonic() + self._settings.probe_s
-        while fenced := [device for device in devices if device in self.fenced]:
+        while fenced := [device for device in devices if device in self.fenced.devices]:
             if FENCE in (answer := self._canary.refusal(min(fenced))):
                 break
             if self._clock.monotonic() >= ends:

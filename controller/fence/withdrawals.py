@@ -65,7 +65,7 @@ class Withdrawals:
             excess, now = set(excess), self._clock()
             self._withdrawn = {device for device in self._withdrawn & excess if is_published(device)}
             # A device whose fence expired before the node removed it starts again.
-            self._withdrawn = {device for device in self._withdrawn if device in self._fence.fenced}
+            self._withdrawn = {device for device in self._withdrawn if device in self._fence.fenced.devices}
             unwanted = excess - self._withdrawn
             self._unwanted_since = {device: self._unwanted_since.get(device, now) for device in unwanted}
             # The fence of a device that is wanted again is lifted: it leaves the batch.

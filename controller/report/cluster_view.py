@@ -20,7 +20,7 @@ from controller.cluster.node_views import REPORT_TIMEOUT_SECONDS, UnreportedNode
 from controller.cluster.published_offers import DeviceIndex
 from controller.curation.disjoint import DisjointCurator
 from controller.curation.reservation import overdue_reservation
-from controller.demand.feasibility import Feasibility, Matching
+from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import Queue
 from controller.explain.lookups import ApiLookups
 from controller.explain.pipeline import reasons_in
@@ -58,16 +58,6 @@ class ClusterView:
     stale: str | None = None
     decided: Mapping[str, ClaimReason] | None = None
     reads: ClusterReads | None = None
-
-    @classmethod
-    def of_decision(
-        cls, snapshot: Snapshot, devices: DeviceIndex, queue: Queue, reasons: Mapping[str, ClaimReason]
-    ) -> ClusterView:
-        """What the leader decided from, for another thread: what that finds out is not added to what the next
-        decision remembers."""
-        present = queue.feasibility
-        apart = queue.on(Feasibility(present.fleet, present.matching, imagined=True))
-        return cls(snapshot, present.fleet, devices, apart, decided=reasons)
 
     @property
     def driver(self) -> str:

@@ -16,7 +16,7 @@ from controller.demand.eligibility import Eligibility
 from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import Queue
 from controller.explain.changes import changes_that_help
-from controller.explain.reason import KnownReasons
+from controller.explain.sources.lacking_devices import KnownReasons
 from tessera.simulate.allocatable_devices import tainted
 from tessera.simulate.allocator import allocate
 from tessera.simulate.capacity import HeldDevices

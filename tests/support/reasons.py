@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
 from controller.demand.pending_claims import Queue
-from controller.explain.reason import ClaimReason, KnownReasons
+from controller.explain.reason import ClaimReason
 from controller.explain.situation import Lookups, Situation
-from controller.explain.sources.lacking_devices import Reasoning, reason_of
+from controller.explain.sources.lacking_devices import KnownReasons, Reasoning, reason_of
 from controller.explain.sources.unplaced_pods import UnplacedPods
 from driver.kube.reads import DevicesByNode
 from driver.kube.types import Key, Pod

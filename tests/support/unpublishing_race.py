@@ -253,7 +253,7 @@ class NodeRace:
 
     def _lift(self, wanted: list[str], stop: threading.Event) -> None:
         """Lift the fence from devices that are offered again, once no earlier decision for them can be written."""
-        fenced = {device for device in map(self._device, wanted) if device in self._fence.fenced}
+        fenced = {device for device in map(self._device, wanted) if device in self._fence.fenced.devices}
         self._wait(lambda: not self._pending(fenced), stop)
         self._fence.lift(fenced)
 

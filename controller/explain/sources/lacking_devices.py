@@ -12,12 +12,12 @@ from dataclasses import replace
 from controller.cluster.fleet import Fleet
 from controller.cluster.node_views import UnreportedNodes
 from controller.demand.device_search import SearchOutcome
-from controller.demand.eligibility import Excluded
+from controller.demand.eligibility import Eligibility, Excluded
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.gangs import Gang
 from controller.demand.pending_claims import PendingClaim, Queue, described
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest, RefusedRequest
-from controller.explain.reason import ClaimReason, Condition, KnownReasons, Reason, ReasonCode
+from controller.explain.reason import ClaimReason, Reason, ReasonCode
 from controller.explain.sources import sentences
 from controller.explain.sources.availability import (
     SHOWN,
@@ -38,6 +38,9 @@ from controller.explain.sources.selector_sentences import selected_nowhere
 from controller.explain.sources.waiting_gangs import reason_of_gang
 from driver.kube.types import Key
 
+MAX_KNOWN = 1024
+"""Reasons of each kind that are remembered from one search to the next."""
+
 MAX_TAINTED = 16
 """Views of the fleet, with the taints of DeviceTaintRules, that are remembered."""
 
@@ -46,6 +49,9 @@ MAX_OF_ALTERNATIVE = 160
 
 OF_THE_CLAIM = {ReasonCode.NO_SUCH_CLASS, ReasonCode.SELECTOR_REFUSED}
 """Permanent reasons that hold whatever GPUs there are."""
+
+
+Condition = tuple[Nodes, bytes]
 
 
 def reason_of(pending: PendingClaim, reasoning: Reasoning, unreported: UnreportedNodes) -> ClaimReason | None:
@@ -102,6 +108,27 @@ def _short(name: str, sentence: str) -> str:
     return sentence if len(sentence) <= MAX_OF_ALTERNATIVE else f"{sentence[:MAX_OF_ALTERNATIVE]}..."
 
 
+class KnownReasons:
+    """Reasons of requirements, which hold until a GPU, a Node or, unless they are permanent, a holder changes."""
+
+    def __init__(self) -> None:
+        self.permanent: dict[tuple[ClaimRequirements, Condition], Reason | None] = {}
+        self.present: dict[tuple[ClaimRequirements, Condition], Reason | None] = {}
+        self.tainted: dict[Hashable, tuple[Feasibility, KnownReasons]] = {}
+        """By DeviceTaintRules and selectors: the GPUs as a claim sees that does not tolerate the rules."""
+        self._fleets: tuple[Fleet, Fleet, Eligibility] | None = None
+
+    def begin(self, fleet: Fleet, eligibility: Eligibility) -> None:
+        """Forget what does not hold for ``fleet`` with the Nodes of ``eligibility``."""
+        before, self._fleets = self._fleets, (fleet, fleet.unheld, eligibility)
+        kept = before is not None and before[1] is fleet.unheld and before[2] is eligibility
+        if not kept or len(self.permanent) >= MAX_KNOWN:
+            self.permanent.clear()
+        if not kept or before is None or before[0] is not fleet or len(self.present) >= MAX_KNOWN:
+            self.present.clear()
+            self.tainted.clear()
+
+
 class Reasoning:
     """Finds reasons; equal requirements of several claims are examined once."""
 
@@ -151,7 +178,7 @@ class Reasoning:
         queue = self.queue
         alternatives = queue.requirements(pending)
         if isinstance(alternatives, RefusedRequest):
-            return Reason(ReasonCode(alternatives.code), alternatives.sentence, permanent=True)
+            return self._alone(pending)
         for claim, request in queue.matching_held:
             if claim.key == pending.key and (reason := self._selects_nothing(request, pending)) is not None:
                 return reason
@@ -169,11 +196,7 @@ class Reasoning:
         alternatives = self.queue.requirements(pending)
         if isinstance(alternatives, RefusedRequest):
             return Reason(ReasonCode(alternatives.code), alternatives.sentence, permanent=True)
-        reasons = [
-            reason
-            for requirements in alternatives
-            if (reason := self._of_requirements(requirements, pending)) is not None
-        ]
+        reasons = list(filter(None, (self._of_requirements(requirements, pending) for requirements in alternatives)))
         if len(reasons) < len(alternatives) or not reasons:
             return None
         best = max(reasons, key=lambda reason: reason.nearness)
@@ -337,17 +360,13 @@ class Reasoning:
         present = {obstacle for gpus in selected for obstacle in gpus.hindered if obstacle is not Obstacle.EXCLUDED}
         if not present:
             return None
-        sufficient = {
-            obstacle
-            for obstacle in present
-            if self._would_fit(ClaimRequirements(chosen) if first else requirements, obstacle, nodes)
-        }
+        sufficient = set()
+        for obstacle in present:  # if nothing were held and it were removed everywhere
+            fleet = Fleet.of(without(entry.unheld, obstacle) for entry in self._feasibility.on(nodes))
+            freed = Feasibility(fleet, self._feasibility.matching, imagined=True)
+            if freed.could(ClaimRequirements(chosen) if first else requirements, nodes):
+                sufficient.add(obstacle)
         return sentences.hindered(chosen, selected, sufficient or present)
-
-    def _would_fit(self, requirements: ClaimRequirements, obstacle: Obstacle, nodes: Nodes) -> bool:
-        """Whether ``requirements`` could be satisfied if nothing were held and ``obstacle`` were removed everywhere."""
-        fleet = Fleet.of(without(entry.unheld, obstacle) for entry in self._feasibility.on(nodes))
-        return Feasibility(fleet, self._feasibility.matching, imagined=True).could(requirements, nodes)
 
     def _at_present(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
         could, nodes = self._feasibility.could, self.queue.nodes(pending)

@@ -115,7 +115,11 @@ class Sightings:
         queue = situation.queue
         waiting = (pending for pending in queue.pending if pending.key not in queue.held_back)
         claims = {_uid(pending): pending for pending in waiting if queue.requirements(pending)}
-        self._claims = {uid: self._claims.get(uid) or self._pending_since(claim) for uid, claim in claims.items()}
+        if self._watching:
+            self._claims = {uid: self._claims.get(uid) or self._now() for uid in claims}
+        else:
+            ages = {uid: age_of(claim.pods[0], self._clock) for uid, claim in claims.items()}
+            self._claims = {uid: Since(self._clock.monotonic() - age, "") for uid, age in ages.items()}
         self._devices = {name: self._devices.get(name) or self._now() for name in situation.offered.values()}
         self._late = {offer: self._late.get(offer) or self._now() for offer in situation.unpublished}
 
@@ -135,10 +139,10 @@ class Sightings:
     def is_pending_for(self, pending: PendingClaim, seconds: float) -> bool:
         """Whether the claim has been pending for so long, and its gang has had room."""
         since = self._claims.get(_uid(pending))
-        return since is not None and self._lasts(since, seconds)
+        return since is not None and self._clock.monotonic() >= since.at + seconds
 
     def is_offered_for(self, device: PoolDevice, seconds: float) -> bool:
-        return self._lasts(self._devices[device], seconds)
+        return self._clock.monotonic() >= self._devices[device].at + seconds
 
     def offered_since(self, devices: Iterable[OfferedDevice]) -> Since:
         """Since when all of ``devices`` are offered."""
@@ -146,7 +150,8 @@ class Sightings:
 
     def late(self) -> Mapping[Offer, str]:
         """The offers of plans that nodes have not published for a while, and since when, as messages have it."""
-        return {offer: since.text for offer, since in self._late.items() if self._lasts(since, PUBLISHING_SECONDS)}
+        latest = self._clock.monotonic() - PUBLISHING_SECONDS
+        return {offer: since.text for offer, since in self._late.items() if since.at <= latest}
 
     def devices_of(self, driver: str, lookups: Lookups) -> DevicesByNode | None:
         """What another driver publishes, read again now and then."""
@@ -162,15 +167,6 @@ class Sightings:
         if not self._watching:
             return UNKNOWN_SINCE
         return Since(self._clock.monotonic(), f" since {seconds_time(self._clock.now())}")
-
-    def _pending_since(self, pending: PendingClaim) -> Since:
-        created = pending.pods[0].metadata.creation_timestamp
-        if self._watching or created is None:
-            return self._now()
-        return Since(self._clock.monotonic() - age_of(pending.pods[0], self._clock), "")
-
-    def _lasts(self, since: Since, seconds: float) -> bool:
-        return self._clock.monotonic() >= since.at + seconds
 
 
 class ClaimsDespiteOffers:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
@@ -20,7 +21,7 @@ from controller.explain.sources.availability import listed
 from controller.explain.sources.scheduler_reports import SchedulerActivity, age_of, no_report, report_of, reported
 from controller.explain.sources.sentences import only_elsewhere
 from driver.clock import Clock
-from driver.kube.types import Claim, ClaimSpec, DeviceClaim, Key, Metadata, Pod, PodResourceClaim
+from driver.kube.types import Claim, ClaimSpec, DeviceClaim, Key, Metadata, Node, Pod, PodResourceClaim
 
 T = TypeVar("T")
 
@@ -227,24 +228,27 @@ def _claims_of_gated(pod: Pod, queue: Queue, queued: Collection[str]) -> Iterato
         )
 
 
+@dataclass(frozen=True)
 class AllocatedPods:
     """Why pods all claims of which are allocated are not placed."""
 
-    def __init__(self, queue: Queue, clock: Clock) -> None:
-        self._queue = queue
-        self._clock = clock
-        self._nodes = {node.metadata.name: node for node in queue.cluster.nodes}
+    queue: Queue
+    clock: Clock
+
+    @cached_property
+    def _nodes(self) -> Mapping[str, Node]:
+        return {node.metadata.name: node for node in self.queue.cluster.nodes}
 
     @cached_property
     def _activity(self) -> SchedulerActivity:
-        return SchedulerActivity(self._queue)
+        return SchedulerActivity(self.queue)
 
     def has(self, pod: Pod) -> bool:
         """Whether it has no node although all of its claims are allocated, with a device of ours among them."""
-        if pod.spec.node_name or self._queue.of_pod(pod):
+        if pod.spec.node_name or self.queue.of_pod(pod):
             return False
-        driver = self._queue.feasibility.matching.driver
-        claims = [self._queue.cluster.claims.find(key) for key in pod.claims]
+        driver = self.queue.feasibility.matching.driver
+        claims = [self.queue.cluster.claims.find(key) for key in pod.claims]
         allocated = [claim for claim in claims if claim is not None and claim.status.allocation]
         has_ours = any(result.driver == driver for claim in allocated for result in claim.results)
         return has_ours and len(allocated) == len(claims)
@@ -267,7 +271,7 @@ class AllocatedPods:
             reason = only_elsewhere(what, sorted(common), excluded, common)
             return PodReason(reason.code, reason.sentence)
         report = report_of(pod)
-        if report is None and not self._activity.is_absent(pod, self._clock):
+        if report is None and not self._activity.is_absent(pod, self.clock):
             return None
         cause = no_report(pod) if report is None else reported(pod, report)
         return PodReason(ReasonCode.NOT_PLACED, f"{holds}, and is not placed there: {cause}")
@@ -289,6 +293,6 @@ class AllocatedPods:
 
     def _nodes_of(self, claim: Key) -> frozenset[str]:
         """The nodes on which the devices of an allocated claim can be used."""
-        allocation = self._queue.cluster.claims.allocation(claim)
+        allocation = self.queue.cluster.claims.allocation(claim)
         selector = None if allocation is None else allocation.node_selector
         return frozenset(name for name, node in self._nodes.items() if selector is None or selects(selector, node))

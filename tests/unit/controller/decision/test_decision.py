@@ -44,7 +44,10 @@ def test_the_first_claim_of_a_class_does_not_wait_until_its_selectors_are_compil
 
 def test_a_claim_that_needs_more_offers_has_them_written_into_plans(cluster: SettledCluster) -> None:
     cluster.add("new", *NEEDS_MORE)
-    assert ("controller/decision/plan_writer.py", "PlanWriter._write") in decision_of(cluster).calls
+    trace = decision_of(cluster)
+    assert ("controller/decision/plan_writer.py", "PlanWriter._write") in trace.calls
+    assert len(trace.calls) <= MAX_FUNCTIONS
+    assert len(trace.modules) <= MAX_MODULES
 
 
 def test_decisions_are_never_further_apart_than_the_sign_of_life_needs() -> None:

@@ -97,7 +97,7 @@ def test_what_somebody_holds_stays_and_is_not_fenced(api: FencedApi, claims: Cla
     fence = fence_of(api, claims)
     assert fence.take_back([A, B]) == Withdrawable(frozenset({B}), held=frozenset({A}))
     assert api.fenced() == {B}
-    assert A not in fence.fenced
+    assert A not in fence.fenced.devices
 
 
 def test_nothing_to_take_back_asks_nobody(api: FencedApi, claims: ClaimsCache) -> None:
@@ -334,7 +334,7 @@ def test_what_was_withdrawn_before_a_restart_stays_fenced_for_all_of_its_time_af
     successor = fence_of(api, claims, clock)
     successor.start(offered=[B])
     assert api.fenced() == {A}
-    assert A in successor.fenced
+    assert A in successor.fenced.devices
     clock.advance(899)
     successor.expire()
     assert api.fenced() == {A}
@@ -433,8 +433,8 @@ def test_an_offer_wanted_again_and_not_again_while_it_is_taken_back_is_withdrawn
     with in_thread(withdrawals.loop.run, withdrawals.loop.notify):
         eventually(lambda: withdrawals.decide([A, B], {A, B}.__contains__), "it is withdrawn")
         assert changed_its_mind.is_set()
-        assert A in fence.fenced
-        assert B in fence.fenced
+        assert A in fence.fenced.devices
+        assert B in fence.fenced.devices
 
 
 def test_a_fence_that_is_let_go_while_it_is_probed_is_no_missing_policy(

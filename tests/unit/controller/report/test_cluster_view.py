@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from controller.cluster.claim_index import PoolDevice
+from controller.decision.explain import decided_view
 from controller.explain.pipeline import ReasonFinder
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.situation import Situation
@@ -149,7 +150,7 @@ def test_the_page_of_the_leader_shows_what_it_decided_and_finds_nothing_anew() -
     view = cluster.view()
     [pending] = view.queue.pending
     reasons = {pending.key: ClaimReason(pending, ReasonCode.HELD, "as decided")}
-    decided = ClusterView.of_decision(view.snapshot, view.devices, view.queue, reasons)
+    decided = decided_view(view.snapshot, view.devices, view.queue, reasons)
     assert said(decided, "claim") == (ReasonCode.HELD, "as decided")
     assert decided.queue.pending is view.queue.pending
     assert decided.queue.feasibility is not view.queue.feasibility
