@@ -189,7 +189,6 @@ class ControllerHealth:
         return self._work
 
     def unreadable(self) -> Mapping[str, int]:
-        """Number of unreadable objects by kind, as the leader sees them."""
         work = self._work
         return {} if work is None else work.unreadable()
 

@@ -123,7 +123,6 @@ class Controller:
         return "no decision has been made yet" if since == math.inf else f"no decision has been made for {since:.0f} s"
 
     def unreadable(self) -> Mapping[str, int]:
-        """Number of unreadable objects by kind."""
         return Counter(about.kind for about, _ in self._cache.unreadable())
 
     def _rest(self, stop: threading.Event) -> None:

@@ -75,21 +75,12 @@ def _identity() -> str:
 
 
 class ControllerSettings(BaseModel):
-    """The settings of ``tessera controller``; field names are the flags' names.
+    """The settings of ``tessera controller``; field names are the flags' names, and their help says what they mean.
 
-    ``offers``: placements of each profile that are offered without pending claims. ``min_published``: devices of each
-    kind that are published of every product, offered or not; None (``auto``): as ListedDevices says. ``linger_s``: how
-    long an unwanted offer stays in the slices, closed to new claims. ``settle_s``: how long a fence takes to reach all
-    API servers.
-    ``fence_minutes``: how long a withdrawn device stays fenced, since a decision of the scheduler may be that late.
-    ``weights``: how much each class counts (default: equally). ``unused_s``: how long a claim may be pending beside a
-    matching offer until that is reported. ``publish_held``: whether nodes publish the held devices of GPUs without
-    offers; ``auto``: in clusters of at most ``publish_held_gpus`` GPUs (None: by the version of Kubernetes).
-    ``offer_mode``: what keeps offers of one GPU apart; ``auto``: counters, where API server and scheduler are up to it.
-    ``evict_conflicting``: evict the pods of a claim whose device overlaps one that another claim has already.
-    ``kueue``: whether the Workloads in Kueue's queue are read, where Kueue is installed.
-    ``node_labels``: which labels Nodes get that say what GPUs they have: none, Tessera's, or also NVIDIA's.
-    ``web_tls_cert`` and ``web_tls_key``: PEM files; None: the web page is served over plain HTTP.
+    ``min_published``: None (``auto``): as ListedDevices says. ``settle_s``: how long a fence takes to reach all API
+    servers. ``fence_minutes``: how long a withdrawn device stays fenced, since a decision of the scheduler may be that
+    late. ``publish_held``: whether nodes publish the held devices of GPUs without offers; ``auto``: in clusters of at
+    most ``publish_held_gpus`` GPUs (None: by the version of Kubernetes). ``web_tls_cert``: None: plain HTTP.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

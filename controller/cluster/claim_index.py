@@ -37,7 +37,6 @@ class ClaimIndex:
         return tuple(self._unallocated.values())
 
     def find(self, key: Key) -> Claim | None:
-        """The claim; None if it does not exist."""
         return self._claims.get(key)
 
     def allocation(self, key: Key) -> Allocation | None:
@@ -71,7 +70,6 @@ class ClaimIndex:
 
     @property
     def pools(self) -> Iterable[str]:
-        """The pools with allocated devices."""
         return tuple(self._held)
 
     def view(self, unallocated: Iterable[Claim] | None = None) -> ClaimIndex:

@@ -59,7 +59,6 @@ class FleetGpu:
             object.__setattr__(self, "_unheld", empty)
 
     def holding(self, held: Iterable[Device]) -> FleetGpu:
-        """The same GPU with other devices held."""
         devices = tuple(held)
         return replace(self, held=devices, empty=self.unheld) if devices else self.unheld
 
@@ -86,17 +85,14 @@ class FleetGpu:
         return LAYOUTS[key]
 
     def device(self, spot: Spot) -> Device | None:
-        """Its device in that spot; None if it has none."""
         device = self.layout.devices.get(spot)
         return None if device is None else replace(device, gpu=self.gpu)
 
     def device_name(self, spot: Spot) -> str | None:
-        """The name of its device in that spot."""
         device = self.layout.devices.get(spot)
         return None if device is None else device.name
 
     def device_named(self, name: str) -> Device | None:
-        """Its device of that name."""
         spot = self.layout.spots.get(name)
         return None if spot is None else self.device(spot)
 
@@ -188,7 +184,6 @@ class Fleet:
         return iter(self.gpus.values())
 
     def device(self, offer: Offer) -> Device | None:
-        """The device that ``offer`` stands for; None if there is no such GPU, or if it has no such device."""
         gpu = self.gpus.get(offer.gpu)
         return None if gpu is None else gpu.device(offer.spot)
 

@@ -128,7 +128,6 @@ class NodeViews:
         *,
         node_changed: bool,
     ) -> None:
-        """Renew the view of one node; an equal view stays the same object and is not a change."""
         self._changed[name] = node
         if node_changed:
             self._changed_nodes.add(name)
@@ -243,7 +242,6 @@ class UnreportedNodesTracker:
         self._since: dict[str, float] = {}
 
     def update(self, views: Collection[NodeView]) -> UnreportedNodes:
-        """The nodes without a report among ``views``."""
         now, times = self._clock(), list[float]()
         self._since = {view.name: self._since.get(view.name, now) for view in views if not view.status.inventory}
         if len(self._since) < len(views):

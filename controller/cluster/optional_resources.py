@@ -100,7 +100,6 @@ def pod_groups(client: KubeClient, on_change: Callable[[], None]) -> OptionalCac
 
 
 def device_taint_rules(client: KubeClient, on_change: Callable[[], None]) -> OptionalCache[DeviceTaintRule]:
-    """A cache of DeviceTaintRules."""
     without = "DeviceTaintRules are not read: reasons of pending claims do not name them"
     path = "/apis/resource.k8s.io/v1/devicetaintrules"
     return OptionalCache(client, path, DeviceTaintRule, _kept_rule, on_change, without)

@@ -83,7 +83,6 @@ class DeviceIndex:
         self._unpublished.pop(view.name, None)
 
     def is_published(self, device: PoolDevice) -> bool:
-        """Whether ``device`` is in the slices."""
         node = self._by_pool.get(device.pool)
         return node is not None and device.device in node.view.published
 

@@ -99,7 +99,6 @@ class OfferDraft:
         return self._cliques[place.clique].admits(place.position, place.spot)
 
     def state(self, clique: int, position: int) -> GpuState:
-        """The state of a GPU with all drafted places allocated."""
         return self._cliques[clique].gpus[position].state
 
     def rank(self, place: FleetSpot) -> Terms:
@@ -117,13 +116,11 @@ class OfferDraft:
         self.growth -= self._cliques[place.clique].growth(place.position, place.spot)
 
     def count(self, eligible: Eligible) -> int:
-        """The number of drafted places on the GPUs of ``eligible``."""
         if eligible is None:
             return len(self.places)
         return sum(1 for place in self.places if self.fleet.uuid(place) in eligible)
 
     def best(self, eligible: Eligible) -> CliqueCandidate | None:
-        """The best place that is left on the GPUs of ``eligible``."""
         return min(self._candidates(eligible), default=None)
 
     def instead_of(self, place: FleetSpot, eligible: Eligible) -> tuple[Terms, CliqueCandidate | None]:
@@ -137,7 +134,6 @@ class OfferDraft:
         return clique.rank(place.position, place.spot), min(candidates, default=None)
 
     def _without(self, place: FleetSpot) -> RankedClique:
-        """The clique of ``place`` without that place."""
         gpu = self.fleet.cliques[place.clique].gpus[place.position]
         for other in sorted(self.places):
             if other[:2] == place[:2] and other != place:
@@ -206,7 +202,6 @@ class OfferSelection:
 
     @property
     def places(self) -> set[FleetSpot]:
-        """The selected offers."""
         return self.draft.places | set(self.extra)
 
     def choose(self, published: Collection[FleetSpot]) -> None:

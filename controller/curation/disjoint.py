@@ -35,25 +35,7 @@ PodNeed = tuple[ClaimRequirements, Nodes]
 
 
 class DisjointPlanner:
-    """Plans for schedulers that do not subtract counters. ``offers``: see DisjointCurator."""
-
-    def __init__(self, ranking: Ranking, offers: int) -> None:
-        self._curator = DisjointCurator(ranking, offers)
-        self._wider_offers = WiderOffers()
-        self._reservations = Reservations()
-
-    @property
-    def next_s(self) -> float | None:
-        return soonest(self._wider_offers.next_s, self._reservations.next_s)
-
-    def plan(self, queue: Queue, devices: DeviceIndex) -> PlannedOffers:
-        """Offers for each pending claim that has room, then some of each kind for future claims."""
-        reserved = self._reservations.update(queue)
-        return self._curator.curate(queue, devices.offered, self._wider_offers.next_node(queue), reserved)
-
-
-class DisjointCurator:
-    """Chooses the offers of a fleet. The result depends on the arguments only; remembered rankings save time.
+    """Plans for schedulers that do not subtract counters; remembered rankings save time.
 
     ``offers``: the number of offers of each kind without pending claims. ``stickiness``: a published offer for
     future claims is given up for one whose growth of fragmentation is less by more than this, in memory slices.
@@ -64,13 +46,25 @@ class DisjointCurator:
         self._offers = offers
         self._stickiness = stickiness
         self._ranked: RankedFleet | None = None
+        self._wider_offers = WiderOffers()
+        self._reservations = Reservations()
+
+    @property
+    def next_s(self) -> float | None:
+        return soonest(self._wider_offers.next_s, self._reservations.next_s)
+
+    def plan(self, queue: Queue, devices: DeviceIndex) -> PlannedOffers:
+        """Offers for each pending claim that has room, then some of each kind for future claims."""
+        reserved = self._reservations.update(queue)
+        return self.curate(queue, devices.offered, self._wider_offers.next_node(queue), reserved)
 
     def curate(
         self, queue: Queue, published: Collection[Offer], only_on: Mapping[str, Nodes], reserved: Reserved | None = None
     ) -> PlannedOffers:
-        """``published`` are the present offers. ``only_on``: the nodes to plan on for claims that offers did not help.
+        """The plan, which depends on the arguments only. ``published`` are the present offers.
 
-        The keys of ``only_on`` are those of claims (``controller.curation.wider_offers``).
+        ``only_on``: by key of a claim that offers did not help (``controller.curation.wider_offers``), the nodes to
+        plan on.
         """
         fleet = without(queue.feasibility.fleet, reserved)
         ranked = self._ranked

@@ -89,7 +89,6 @@ class RankedFleet:
         return eligible is None or self.uuid(place) in eligible
 
     def terms(self, place: FleetSpot) -> Terms:
-        """The terms of ``place`` in the present fleet."""
         return self.cliques[place.clique].rank(place.position, place.spot)
 
     def offer(self, place: FleetSpot) -> Offer:
@@ -104,7 +103,6 @@ class RankedFleet:
         return FleetSpot(clique, position, spot) if self.cliques[clique].admits(position, spot) else None
 
     def positions(self, eligible: Eligible) -> Mapping[int, list[int]]:
-        """The GPUs of ``eligible`` in the fleet, by clique."""
         if eligible is None:
             return {at: list(range(len(group))) for at, group in enumerate(self.groups)}
         if eligible not in self.of_sets:
@@ -117,7 +115,6 @@ class RankedFleet:
         return self.of_sets[eligible]
 
     def places(self, key: OfferKind, eligible: Eligible) -> Iterator[FleetSpot]:
-        """Every possible place of ``key`` on the GPUs of ``eligible``."""
         for clique, positions in self.positions(eligible).items():
             for position in positions:
                 for spot in self.cliques[clique].gpus[position].places(key):
@@ -134,6 +131,5 @@ class RankedFleet:
 
 
 def _changed(before: Sequence[tuple[FleetGpu, ...]], after: Sequence[tuple[FleetGpu, ...]]) -> list[int]:
-    """The positions of the cliques that changed."""
     pairs = enumerate(zip(before, after, strict=True))
     return [at for at, (was, now) in pairs if was is not now and was != now]

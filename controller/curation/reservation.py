@@ -45,7 +45,6 @@ class Reservations:
         return max(1.0, min(self._since.values()) + WAIT_SECONDS - self._clock())
 
     def update(self, queue: Queue) -> Reserved | None:
-        """The reservation after this decision."""
         now = self._clock()
         waiting = [pod for pod in queue.pods if not _has_room(queue, pod)]
         self._since = {pod.metadata.key: self._since.get(pod.metadata.key, now) for pod in waiting}

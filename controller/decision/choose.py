@@ -50,11 +50,9 @@ class ChosenOffers:
 
     @property
     def possible(self) -> frozenset[Offer]:
-        """What may be written now."""
         return self.wanted - self.waiting.keys()
 
     def waiting_for(self, cause: WaitsFor) -> set[Offer]:
-        """The offers that wait for ``cause``."""
         return {offer for offer, waits_for in self.waiting.items() if waits_for is cause}
 
     def let_wait(self, offers: Iterable[Offer], cause: WaitsFor) -> ChosenOffers:

@@ -56,7 +56,6 @@ class LabelSet:
         return (*self.facts, *filter(None, [self.count]))
 
     def of(self, gpus: Sequence[Gpu]) -> dict[str, str]:
-        """The labels of a node with these GPUs."""
         values = {name: {read(gpu) for gpu in gpus} for name, read in self.facts.items()}
         common = {name: found.pop() for name, found in values.items() if len(found) == 1}
         written = {name: label_value(str(value)) for name, value in common.items() if value is not None}
@@ -69,17 +68,13 @@ class LabelSet:
         client.apply(f"{NODES}/{node}", body, self.manager, force=self.takes_over)
 
 
-def _nvlink_generation(gpu: Gpu) -> int | None:
-    return gpu.nvlink.generation if gpu.nvlink is not None else None
-
-
 OWN = LabelSet(
     "tessera-node-labels",
     takes_over=True,
     facts={
         "gpu.tessera.dev/product": lambda gpu: gpu.product_name,
         "gpu.tessera.dev/driver-version": lambda gpu: gpu.driver_version,
-        "gpu.tessera.dev/nvlink-generation": _nvlink_generation,
+        "gpu.tessera.dev/nvlink-generation": lambda gpu: gpu.nvlink and gpu.nvlink.generation,
         "gpu.tessera.dev/fabric-clique": lambda gpu: gpu.fabric_clique,
     },
     count="gpu.tessera.dev/count",

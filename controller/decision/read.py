@@ -106,7 +106,6 @@ class ReadStage:
         self._mode = ClusterMode(client, settings.offer_mode)
 
     def start(self, stop: threading.Event) -> None:
-        """Watch in threads until ``stop`` is set."""
         self._cache.start(stop)
         if self._kueue is not None:
             threading.Thread(target=self._kueue.run, args=(stop,), daemon=True, name="kueue").start()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -141,7 +141,6 @@ class Feasibility:
         return tuple(node for _, node in order)
 
     def states(self, node: str) -> States:
-        """The states of the node's GPUs, by number."""
         if node not in self._states:
             self._states[node] = tuple(map(self.state, self.fleet.nodes[node]))
         return self._states[node]
@@ -153,12 +152,16 @@ class Feasibility:
         return GpuState(geometry, shares=entry.shares, taken=(0,) * len(geometry.limits))
 
     def on(self, nodes: Nodes) -> Iterator[FleetGpu]:
-        """The GPUs of ``nodes``."""
         return (entry for entry in self.fleet if entry.node in nodes)
 
     def could(self, requirements: ClaimRequirements, nodes: Nodes) -> bool:
         """Whether one of ``nodes`` satisfies ``requirements``, or might."""
         return self.find_node(requirements, nodes).outcome is not SearchOutcome.NONE
+
+    def would_fit(self, gpus: Sequence[FleetGpu], requirements: ClaimRequirements) -> bool:
+        """Whether imagined ``gpus`` of one node satisfy ``requirements``."""
+        states = tuple(entry.state for entry in gpus)
+        return fits(gpus, states, requirements, self.matching.value, Budget()) is SearchOutcome.FITS
 
     def find_node(self, requirements: ClaimRequirements, nodes: Nodes) -> NodeSearch:
         """The fullest of ``nodes`` that satisfies ``requirements``."""

@@ -175,7 +175,6 @@ class Queue:
         return [claim for claim in claims.values() if self.requirements(claim)]
 
     def of_pod(self, pod: Pod) -> list[PendingClaim]:
-        """The pending claims of ``pod``."""
         return self._claims_of_pod.get(str(pod.metadata.key), [])
 
     def room(self, gang: Gang, feasibility: Feasibility | None = None) -> Room:

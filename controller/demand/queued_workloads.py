@@ -69,7 +69,6 @@ class WorkloadQueue(Queue):
         super().__init__(queued, fleet, matching, eligibility)
 
     def origin(self, pending: PendingClaim) -> WorkloadClaim:
-        """The Workload, pod set and name of one of the claims."""
         return self._origins[pending.claim.metadata.key]
 
 

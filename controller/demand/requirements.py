@@ -177,7 +177,6 @@ def joined(claims: Sequence[ClaimRequirements]) -> ClaimRequirements:
 
 
 def _texts(selectors: Iterable[DeviceSelector]) -> Iterator[str]:
-    """The CEL expressions of a class or request."""
     return (selector.cel.expression for selector in selectors if selector.cel is not None)
 
 

@@ -70,7 +70,6 @@ class Matches:
         return starts is None or start in starts
 
     def limited_to(self, spots: Collection[Spot]) -> Matches:
-        """The selected devices at ``spots``."""
         starts: dict[OfferKind, set[int]] = {}
         for spot in spots:
             if self.has(*spot):

@@ -87,7 +87,6 @@ def is_replaced(pod: Pod) -> bool:
 
 
 def message_of(pod: Pod, refused: RefusedClaim, node: str) -> str:
-    """What happened to the pod, in an Event."""
     refused_device, held = refused.device, refused.held
     overlap = "which" if refused_device.device == held.device else f"which overlaps {held.device}, which"
     allocated = f"claim {refused_device.claim} was allocated {refused_device.device} of node {node}"

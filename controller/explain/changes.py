@@ -11,12 +11,12 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from controller.cluster.fleet import Fleet, FleetGpu
-from controller.demand.device_search import Budget, SearchOutcome, fits
+from controller.demand.device_search import SearchOutcome
 from controller.demand.eligibility import Excluded, Exclusion
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements, DeviceRequest, RequirementsReader
-from controller.explain.sources.availability import Availability, Obstacle, listed, without
+from controller.explain.sources.availability import Availability, Obstacle, holders_of, listed, without
 from controller.explain.sources.lacking_devices import Reasoning
 from driver.kube.types import PAUSED
 from driver.model.gpu import MigMode
@@ -64,7 +64,9 @@ def changes_that_help(reasoning: Reasoning, pending: PendingClaim) -> list[Helpf
     releases = (smallest_release(feasibility, requirements, nodes, queue.holders) for requirements in alternatives)
     release = min(filter(None, releases), key=lambda release: len(release.claims), default=None)
     if release is not None:
-        changes.append(_of_release(release))
+        fewest = ", the fewest possible" if release.smallest else ""
+        where = f"({len(release.claims)} on node {release.node}{fewest})"
+        changes.append(HelpfulChange("release", f"{_ended(release.claims)} {where}", release.claims))
     seen = [[reasoning.availability(request, pending) for request in chosen.requests] for chosen in alternatives]
     for requirements, available in zip(alternatives, seen, strict=True):
         changes += _of_gpus(feasibility, requirements, nodes, available)
@@ -84,11 +86,8 @@ def changes_that_help(reasoning: Reasoning, pending: PendingClaim) -> list[Helpf
     return list({change.text: change for change in changes}.values())
 
 
-def _of_release(release: Release) -> HelpfulChange:
-    ended = "claim" if len(release.claims) == 1 else "claims"
-    fewest = ", the fewest possible" if release.smallest else ""
-    text = f"{ended} {', '.join(release.claims)} ended ({len(release.claims)} on node {release.node}{fewest})"
-    return HelpfulChange("release", text, release.claims)
+def _ended(claims: Sequence[str]) -> str:
+    return f"{'claim' if len(claims) == 1 else 'claims'} {', '.join(claims)} ended"
 
 
 def smallest_release(
@@ -103,11 +102,9 @@ def smallest_release(
     candidates = [node for node, _ in feasibility.unheld.outcomes(requirements, nodes)]
     for node in candidates[:MAX_NODES]:
         gpus = feasibility.fleet.nodes[node]
-        if not _fits(feasibility, [entry.unheld for entry in gpus], requirements):
+        if not feasibility.would_fit([entry.unheld for entry in gpus], requirements):
             continue
-        holders = sorted(
-            {claim_of[node, device.name] for entry in gpus for device in entry.held if (node, device.name) in claim_of}
-        )
+        holders = holders_of(gpus, claim_of)
         limit = len(best.claims) - 1 if best is not None else len(holders)
         ended, exact = _fewest(feasibility, gpus, requirements, holders, claim_of, limit)
         smallest &= exact
@@ -137,7 +134,7 @@ def _fewest(
             entry.holding(device for device in entry.held if claim_of.get((entry.node, device.name)) not in gone)
             for entry in gpus
         ]
-        return _fits(feasibility, remaining, requirements)
+        return feasibility.would_fit(remaining, requirements)
 
     tried = 0
     for size in range(1, limit + 1):
@@ -155,11 +152,6 @@ def _fewest(
         if enough(others):
             ended = others
     return (tuple(ended) if len(ended) <= limit else None), False
-
-
-def _fits(feasibility: Feasibility, gpus: Sequence[FleetGpu], requirements: ClaimRequirements) -> bool:
-    states = tuple(entry.state for entry in gpus)
-    return fits(gpus, states, requirements, feasibility.matching.value, Budget()) is SearchOutcome.FITS
 
 
 TOGETHER = {Obstacle.CLOSED, Obstacle.TAINTED}
@@ -191,7 +183,7 @@ def _of_gpus(
         changed = Fleet.of(
             without(entry, obstacle) if entry in gpus else entry for entry in feasibility.fleet.nodes[node]
         )
-        if node in nodes and _fits(feasibility, list(changed), requirements):
+        if node in nodes and feasibility.would_fit(list(changed), requirements):
             helping.setdefault(obstacle, []).append(gpus[0])
     paused = [gpu for gpu in helping.get(Obstacle.CLOSED, ()) if PAUSED in gpu.closed]
     if paused:
@@ -229,13 +221,13 @@ def _of_several(
             gpus = feasibility.fleet.nodes[node]
             return Fleet.of(without(entry, obstacle) if entry in gone else entry for entry in gpus)
 
-        if not _fits(feasibility, list(changed(freed).unheld), requirements):
+        if not feasibility.would_fit([*changed(freed).unheld], requirements):
             continue
         for entry in sorted(hindered, key=_effort, reverse=True) if obstacle not in TOGETHER else ():
             others = tuple(gpu for gpu in freed if gpu is not entry)
-            freed = others if _fits(feasibility, list(changed(others).unheld), requirements) else freed
+            freed = others if feasibility.would_fit(list(changed(others).unheld), requirements) else freed
         fleet, ended = changed(freed), tuple[str, ...]()
-        if not _fits(feasibility, list(fleet), requirements):
+        if not feasibility.would_fit(list(fleet), requirements):
             imagined = Feasibility(fleet, feasibility.matching, imagined=True)
             release = smallest_release(imagined, requirements, frozenset({node}), claim_of)
             if release is None:
@@ -247,7 +239,7 @@ def _of_several(
         return None
     _, obstacle, freed, ended = best
     text = _text(obstacle, freed, "and")
-    also = f", and {'claim' if len(ended) == 1 else 'claims'} {', '.join(ended)} ended" if ended else ""
+    also = f", and {_ended(ended)}" if ended else ""
     return HelpfulChange(obstacle.name.lower(), text + also, ended)
 
 

@@ -88,20 +88,14 @@ class Explainer:
         yield from map(self._of_reason, self._reasons_without_claim())
 
     def of_pod(self, pod: Pod) -> list[Explanation]:
-        """The claims of a pod."""
-        pending = [
-            claim for claim in self._queue.pending if any(user.metadata.key == pod.metadata.key for user in claim.pods)
-        ]
-        of_pod = (
-            reason
-            for reason in self._reasons_without_claim()
-            if any(user.metadata.key == pod.metadata.key for user in reason.pending.pods)
-        )
-        explanations = [*map(self._of_reason, of_pod), *(self._of_claim_of_pod(claim, pod) for claim in pending)]
-        claims = (self._view.snapshot.cluster.claims.find(key) for key in pod.claims)
+        def has_pod(pending: PendingClaim) -> bool:
+            return any(user.metadata.key == pod.metadata.key for user in pending.pods)
+
+        claims = filter(None, (self._view.snapshot.cluster.claims.find(key) for key in pod.claims))
         return [
-            *explanations,
-            *(self._allocated(claim) for claim in claims if claim is not None and claim.status.allocation),
+            *(self._of_reason(reason) for reason in self._reasons_without_claim() if has_pod(reason.pending)),
+            *(self._of_claim_of_pod(claim, pod) for claim in self._queue.pending if has_pod(claim)),
+            *(self._allocated(claim) for claim in claims if claim.status.allocation),
         ]
 
     def _reasons_without_claim(self) -> list[ClaimReason]:
@@ -121,7 +115,6 @@ class Explainer:
         return replace(explanation_of_pod, code=reason.code.value, message=reason.sentence, permanent=True)
 
     def of_claim(self, claim: Claim) -> Explanation:
-        """A claim, pending or not."""
         if claim.status.allocation is not None:
             return self._allocated(claim)
         pending = next(
@@ -137,7 +130,6 @@ class Explainer:
         return Explanation(str(claim.metadata.key), (), NOT_USED, NO_POD)
 
     def of_pending(self, pending: PendingClaim) -> Explanation:
-        """Why ``pending`` is pending."""
         reason = self._view.reasons.get(pending.key)
         if reason is not None and reason.code in OF_THE_POD:
             return self._of_reason(reason)

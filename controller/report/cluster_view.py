@@ -18,7 +18,7 @@ from controller.cluster.fleet import Fleet
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_views import REPORT_TIMEOUT_SECONDS, UnreportedNodes, refusing_nodes, silent_nodes
 from controller.cluster.published_offers import DeviceIndex
-from controller.curation.disjoint import DisjointCurator
+from controller.curation.disjoint import DisjointPlanner
 from controller.curation.reservation import overdue_reservation
 from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import Queue
@@ -101,7 +101,7 @@ class ClusterView:
             return None
         plans, devices = self.snapshot.plans, self.devices
         reserved = overdue_reservation(self.queue, Clock())
-        chosen = DisjointCurator(Ranking()).curate(self.queue, devices.offered, {}, reserved)
+        chosen = DisjointPlanner(Ranking()).curate(self.queue, devices.offered, {}, reserved)
         by_claim = chosen.by_claim or {}
         offers = devices.offerable(chain.from_iterable(by_claim.values()), plans)
         return DisjointPlan(by_claim, devices.obstacles(offers, devices.leaving(plans)).keys())

@@ -156,20 +156,17 @@ def cluster_map(view: ClusterView, requested: Collection[OfferKind]) -> Iterator
 
 
 def _states(view: NodeView, node: Node | None, plan: GpuNodePlan | None, *, is_incomplete: bool) -> Iterator[NodeState]:
-    if node is not None and node.spec.unschedulable:
-        yield NodeState.CORDONED
-    if node is not None and {taint.key for taint in node.spec.taints} & UNREACHABLE_TAINTS:
-        yield NodeState.NOT_READY
-    if plan is not None and plan.metadata.paused:
-        yield NodeState.PAUSED
-    if not view.status.inventory:
-        yield NodeState.UNREPORTED
-    if is_incomplete:
-        yield NodeState.INCOMPLETE
-    if view.is_complete:
-        yield NodeState.COMPLETE
-    elif view.status.mode is PlanMode.STANDALONE:
-        yield NodeState.STANDALONE
+    taints = {taint.key for taint in node.spec.taints} if node is not None else set()
+    states = {
+        NodeState.CORDONED: node is not None and node.spec.unschedulable,
+        NodeState.NOT_READY: bool(taints & UNREACHABLE_TAINTS),
+        NodeState.PAUSED: plan is not None and plan.metadata.paused,
+        NodeState.UNREPORTED: not view.status.inventory,
+        NodeState.INCOMPLETE: is_incomplete,
+        NodeState.COMPLETE: view.is_complete,
+        NodeState.STANDALONE: view.status.mode is PlanMode.STANDALONE,
+    }
+    return (state for state, holds in states.items() if holds)
 
 
 def _holders(claims: ClaimIndex, pool: str) -> dict[str, tuple[Holder, ...]]:

@@ -59,7 +59,6 @@ class MapFilter:
 
 
 def holders_of(gpu: MapGpu) -> list[Holder]:
-    """The holders of the GPU's devices."""
     return [span.holder for span in gpu.spans if span.holder is not None]
 
 

@@ -17,7 +17,7 @@ from controller.cluster.claim_index import ClaimIndex, ClusterState
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
 from controller.curation.curator import Curator
-from controller.curation.disjoint import DisjointCurator
+from controller.curation.disjoint import DisjointPlanner
 from controller.demand.demand import demand_of
 from controller.demand.eligibility import Eligibility
 from controller.demand.feasibility import Matching, Nodes
@@ -82,7 +82,7 @@ class ImaginedCluster:
         self._others, self._rules = content.slices, content.rules
         self._matching = Matching(driver)
         self._eligibility = Eligibility(content.nodes)
-        self._curator, self._disjoint = Curator(Ranking(), offers), DisjointCurator(Ranking(), offers)
+        self._curator, self._disjoint = Curator(Ranking(), offers), DisjointPlanner(Ranking(), offers)
         self._published = PublishedSlices(driver, content.mode, content.policies)
         self._clock = clock
         self._scheduler = Scheduler(self._nodes, content.classes, self._eligibility, clock)

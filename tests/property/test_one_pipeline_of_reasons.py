@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.curation.curator import Curator
-from controller.curation.disjoint import DisjointCurator
+from controller.curation.disjoint import DisjointPlanner
 from controller.curation.reservation import WAIT_SECONDS, Reservations
 from controller.curation.wider_offers import WiderOffers
 from controller.demand.demand import demand_of
@@ -95,7 +95,7 @@ def with_plans(objects: Objects, mode: OfferMode) -> MapCluster:
 
 def decided(view: ClusterView, mode: OfferMode) -> set[Offer]:
     if mode is OfferMode.DISJOINT:
-        return {*DisjointCurator(Ranking()).curate(view.queue, [], {}).offers}
+        return {*DisjointPlanner(Ranking()).curate(view.queue, [], {}).offers}
     return {*Curator(Ranking()).curate(view.fleet, demand_of(view.queue), [])}
 
 
@@ -109,7 +109,7 @@ def of_leader(view: ClusterView, mode: OfferMode) -> Said:
         plan = None
         if mode is OfferMode.DISJOINT:
             turns, reserved = wider_offers.next_node(view.queue), reservations.update(view.queue)
-            chosen = DisjointCurator(Ranking()).curate(view.queue, view.devices.offered, turns, reserved)
+            chosen = DisjointPlanner(Ranking()).curate(view.queue, view.devices.offered, turns, reserved)
             offers = view.devices.offerable(chosen.offers, view.snapshot.plans)
             plan = DisjointPlan(chosen.by_claim or {}, view.devices.obstacles(offers, ()))
         situation = replace(view.situation, plan=plan)

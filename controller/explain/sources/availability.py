@@ -111,7 +111,6 @@ class SelectedGpus:
 
     @cached_property
     def by_node(self) -> Mapping[str, tuple[SelectedGpu, ...]]:
-        """The usable GPUs of each node."""
         gpus_of: dict[str, list[SelectedGpu]] = {}
         for gpu in self.usable:
             gpus_of.setdefault(gpu.entry.node, []).append(gpu)

@@ -203,7 +203,6 @@ class Reasoning:
         return best if len(alternatives) == 1 else self._of_alternatives(best, reasons, pending)
 
     def availability(self, request: DeviceRequest, pending: PendingClaim) -> Availability:
-        """The GPUs that ``request`` of ``pending`` selects."""
         key = (request, self.queue.condition(pending))
         if key not in self._availabilities:
             fleet, excluded = self._feasibility.fleet, self.excluded(pending)

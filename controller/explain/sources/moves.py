@@ -8,7 +8,6 @@ from itertools import combinations, islice
 from typing import NamedTuple
 
 from controller.cluster.fleet import FleetGpu
-from controller.demand.device_search import Budget, SearchOutcome, fits
 from controller.demand.feasibility import Feasibility
 from controller.demand.requirements import ClaimRequirements
 from driver.model.device import Device
@@ -39,20 +38,13 @@ class Move(NamedTuple):
         return f"{self.claim}{profile} from gpu-{self.source.number} to gpu-{self.target.number}"
 
 
-class Moves(NamedTuple):
-    """What to move on ``node``."""
-
-    node: str
-    moves: tuple[Move, ...]
-
-
 def moves_that_help(
     feasibility: Feasibility,
     requirements: ClaimRequirements,
     nodes: Sequence[str],
     claim_of: Mapping[tuple[str, str], str],
-) -> Moves | None:
-    """The fewest moves after which one of ``nodes`` satisfies ``requirements``; None if none were found."""
+) -> tuple[Move, ...]:
+    """The fewest moves on one of ``nodes`` after which it satisfies ``requirements``; empty if none were found."""
     devices = Counter(claim_of.values())
     for count in range(1, MAX_MOVED + 1):
         for node in nodes[:MAX_NODES]:
@@ -63,10 +55,9 @@ def moves_that_help(
                 if where == node and devices[claim] == 1
             }
             for moves, after in islice(_moved(gpus, movable, count), MAX_TRIED):
-                states = tuple(entry.state for entry in after)
-                if fits(after, states, requirements, feasibility.matching.value, Budget()) is SearchOutcome.FITS:
-                    return Moves(node, moves)
-    return None
+                if feasibility.would_fit(after, requirements):
+                    return moves
+    return ()
 
 
 def _moved(

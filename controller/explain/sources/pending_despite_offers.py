@@ -145,7 +145,6 @@ class Sightings:
         return self._clock.monotonic() >= self._devices[device].at + seconds
 
     def offered_since(self, devices: Iterable[OfferedDevice]) -> Since:
-        """Since when all of ``devices`` are offered."""
         return max(self._devices[device.name] for device in devices)
 
     def late(self) -> Mapping[Offer, str]:

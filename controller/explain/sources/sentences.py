@@ -21,7 +21,7 @@ from controller.explain.sources.availability import (
     listed,
     named,
 )
-from controller.explain.sources.moves import MAX_NODES, Moves
+from controller.explain.sources.moves import MAX_NODES, Move
 from controller.explain.sources.selector_sentences import failing
 from deviceclasses.lint.attribute_catalogue import why_without
 from driver.model.gpu import MigMode
@@ -65,17 +65,17 @@ def profile_limit(available: Availability, gpus: Sequence[SelectedGpu]) -> Reaso
     return _of_request(available, ReasonCode.LIMIT, sentence)
 
 
-def fragmented(available: Availability, nodes: Sequence[str], moves: Moves | None) -> Reason:
+def fragmented(available: Availability, nodes: Sequence[str], moves: Sequence[Move]) -> Reason:
     """Enough memory is free on one of ``nodes``, but not in one place."""
     gpus = sorted(available.selected.by_node[nodes[0]], key=lambda gpu: -gpu.entry.state.free)
     free = sum(gpu.entry.state.free for gpu in gpus)
     largest = f"{gpus[0].entry.state.free:g} on one GPU (gpu-{gpus[0].entry.number})"
     sentence = f"{free:g} memory slices are free on node {nodes[0]}, at most {largest}, but no placement"
-    if moves is None:
+    if not moves:
         where = "within a node" if len(nodes) <= MAX_NODES else f"within one of the {MAX_NODES} nodes with the most"
         way_out = f"; no move of one or two claims {where} was found that would help"
     else:
-        way_out = f"; moving {', '.join(map(str, moves.moves))} of node {moves.node} would make room"
+        way_out = f"; moving {', '.join(map(str, moves))} of node {moves[0].source.node} would make room"
     return _of_request(available, ReasonCode.FRAGMENTED, sentence + way_out)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.cluster.fleet import Fleet
-from controller.curation.disjoint import DisjointCurator
+from controller.curation.disjoint import DisjointPlanner
 from controller.curation.planner import PlannedOffers
 from controller.demand.device_search import Budget
 from driver.model.device import Device
@@ -22,7 +22,7 @@ from tests.support.queues import FULL, SHARE, Situation, first_available, node_o
 
 
 def curated(there: Situation, published: Iterable[Offer] = (), offers: int = 2) -> PlannedOffers:
-    return DisjointCurator(Ranking(), offers).curate(there.queue, [*published], {})
+    return DisjointPlanner(Ranking(), offers).curate(there.queue, [*published], {})
 
 
 def devices(there: Situation, offers: Iterable[Offer]) -> list[Device]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from controller.curation.disjoint import DisjointCurator
+from controller.curation.disjoint import DisjointPlanner
 from controller.curation.reservation import WAIT_SECONDS, Reservations
 from controller.explain.pipeline import reason_of_disjoint
 from controller.explain.situation import DisjointPlan
@@ -33,7 +33,7 @@ class TestReservation:
             there.wants(request(selector=profile("1g.10gb")), name=f"small-{at}")
         queue = there.queue
         reserved = self.reservations.update(queue)
-        found = DisjointCurator(Ranking()).curate(queue, [], {}, reserved)
+        found = DisjointPlanner(Ranking()).curate(queue, [], {}, reserved)
         plan = DisjointPlan(found.by_claim or {}, (), 1)
         reasons = (reason_of_disjoint(pending, queue, plan) for pending in queue.pending)
         self.reasons = {reason.pending.key: reason.sentence for reason in reasons if reason is not None}
