@@ -104,7 +104,7 @@ def _gpu(node: NodeView, state: GpuReport, before: Gpu | None) -> FleetGpu:
         foreign=state.foreign,
         fault=state.fault,
         fault_kind=state.fault_kind,
-        uses=node.uses(state.number),
+        uses=node.dedication.kinds(state.number),
         closed=node.closed,
     )
 

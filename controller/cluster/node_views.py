@@ -13,7 +13,6 @@ from typing import NamedTuple
 from controller.cluster.dedication import UNDEDICATED, Dedication, dedication_of
 from driver.kube.slice_types import newest_generation
 from driver.kube.types import PAUSED, GpuNodePlan, Node
-from driver.model.offer import DeviceKind
 from driver.model.plan import Held, PlanMode, PlanStatus
 from driver.slices.pool_names import Pool
 
@@ -47,10 +46,6 @@ class NodeView:
     def is_complete(self) -> bool:
         """Whether the node publishes every device, so that there is nothing to offer or to withdraw."""
         return self.status.mode is PlanMode.COMPLETE
-
-    def uses(self, number: int) -> frozenset[DeviceKind]:
-        """The kinds of device that GPU may be offered as, unless the node is closed."""
-        return self.dedication.kinds(number)
 
 
 class PoolPart(NamedTuple):

@@ -30,6 +30,9 @@ from driver.kube.work_loop import soonest
 from driver.model.offer import FULL, SHARE, Offer, OfferKind, Spot
 from driver.placement.ranking import Ranking
 
+STICKINESS = 0.5
+"""Memory slices: a published offer for future claims gives way to one that grows fragmentation by more than this less."""
+
 PodNeed = tuple[ClaimRequirements, Nodes]
 """What one pod requires, and the nodes on which it may run."""
 
@@ -37,14 +40,12 @@ PodNeed = tuple[ClaimRequirements, Nodes]
 class DisjointPlanner:
     """Plans for schedulers that do not subtract counters; remembered rankings save time.
 
-    ``offers``: the number of offers of each kind without pending claims. ``stickiness``: a published offer for
-    future claims is given up for one whose growth of fragmentation is less by more than this, in memory slices.
+    ``offers``: the number of offers of each kind without pending claims.
     """
 
-    def __init__(self, ranking: Ranking, offers: int = 2, stickiness: float = 0.5) -> None:
+    def __init__(self, ranking: Ranking, offers: int = 2) -> None:
         self._ranking = ranking
         self._offers = offers
-        self._stickiness = stickiness
         self._ranked: RankedFleet | None = None
         self._wider_offers = WiderOffers()
         self._reservations = Reservations()
@@ -83,7 +84,7 @@ class DisjointPlanner:
                 done.add(gang)
             elif planned.keys().isdisjoint(pending.key for pending in queue.of_pod(pod)):
                 planned |= plan.serve_pod(pod, only_on)
-        plan.fill(self._offers, self._stickiness)
+        plan.fill(self._offers)
         offers = {key: tuple(map(ranked.offer, places)) for key, places in planned.items()}
         return PlannedOffers(tuple(map(ranked.offer, sorted(plan.places))), offers)
 
@@ -140,67 +141,61 @@ class _Plan:
     def serve_pod(self, pod: Pod, only_on: Mapping[str, Nodes]) -> dict[str, tuple[FleetSpot, ...]]:
         """Plan devices for all pending claims of ``pod``, or for none; by key of the claim."""
         keys = [pending.key for pending in self._queue.of_pod(pod)]
-        turns = [only_on[key] for key in keys if key in only_on]
-        places = self.serve(pod, frozenset.intersection(*turns) if turns else None)
-        return dict.fromkeys(keys, tuple(places)) if places else {}
-
-    def serve(self, pod: Pod, only_on: Nodes | None) -> list[FleetSpot]:
-        """Plan devices for all pending claims of ``pod``; none if not all of them have room."""
         nodes = self._queue.nodes_for(pod)
-        if only_on is not None:
-            nodes = nodes & only_on or nodes
+        nodes = nodes.intersection(*(only_on[key] for key in keys if key in only_on)) or nodes
         budget = self._budgets[pod.metadata.namespace]
         for requirements in self._queue.combinations(pod):
-            need = (requirements, nodes)
-            if need in self._unmet or not requirements.requests or not self._feasibility.could(*need):
+            need, requests = (requirements, nodes), requirements.requests
+            if need in self._unmet or not requests or not self._feasibility.could(*need):
                 continue
-            is_one = _is_one(requirements)
+            is_one = len(requests) == 1 and requests[0].count == 1 and not requirements.constraints
             places = self._one(*need) if is_one else self._several(*need, budget)
             if places:
                 for place in places:
                     self._add(place)
-                return places
+                return dict.fromkeys(keys, tuple(places))
             if is_one or not budget.is_spent:
                 self._unmet.add(need)
-        return []
+        return {}
 
-    def fill(self, count: int, stickiness: float) -> None:
+    def fill(self, count: int) -> None:
         """Plan ``count`` more offers of each kind, if there is room."""
         small_to_large = sorted(set(self._fleet.keys) - {FULL, SHARE}, key=self._size)
         one_of_each = [SHARE, *small_to_large]
         for kind in [FULL] * count + one_of_each * count:
-            place = self._spare(kind, stickiness)
+            place = self._spare(kind)
             if place is not None:
                 self._add(place)
 
-    def _spare(self, key: OfferKind, stickiness: float) -> FleetSpot | None:
+    def _spare(self, key: OfferKind) -> FleetSpot | None:
         draft = self._draft(key)
         best = draft.best(None)
         if best is None:
             return None
         kept = min(self._with_room(key), key=lambda place: (draft.rank(place), place), default=None)
-        if kept is not None and draft.rank(kept).growth <= best.ranked.terms.growth + stickiness:
+        if kept is not None and draft.rank(kept).growth <= best.ranked.terms.growth + STICKINESS:
             return kept
         return best.place
 
     def _one(self, requirements: ClaimRequirements, nodes: Nodes) -> list[FleetSpot]:
         """A place for one device: a published offer, or else the one that causes the least fragmentation."""
         kinds = self._feasibility.kinds(requirements.requests[0].selector, nodes)
-        published = [place for kind, group in kinds.items() for place in self._published_of(kind, group)]
+        published = [
+            place
+            for kind, group in kinds.items()
+            for place in self._with_room(kind.key)
+            if kind.has(place.spot) and self._fleet.within(place, group)
+        ]
         places = published or [place for kind, group in kinds.items() for place in self._best_of(kind, group)]
         ranked = sorted((self._draft(place.spot.kind).rank(place), place) for place in places)
         return [place for _, place in ranked[:1]]
-
-    def _published_of(self, kind: Kind, group: frozenset[str]) -> list[FleetSpot]:
-        within = self._fleet.within
-        return [place for place in self._with_room(kind.key) if _is_of(place.spot, kind) and within(place, group)]
 
     def _best_of(self, kind: Kind, group: frozenset[str]) -> Iterable[FleetSpot]:
         """The best place of one kind; all places, where a selector picks single placements."""
         if kind.starts is not None:
             admits = self._draft(kind.key).admits
             places = self._fleet.places(kind.key, group)
-            return [place for place in places if _is_of(place.spot, kind) and admits(place)]
+            return [place for place in places if kind.has(place.spot) and admits(place)]
         eligible: Eligible = None if len(group) == self._feasibility.having(kind.key) else group
         best = self._draft(kind.key).best(eligible)
         return [] if best is None else [best.place]
@@ -275,11 +270,3 @@ class _Plan:
             for place in sorted(self.places):
                 draft.add(place)
         return self._drafts[key]
-
-
-def _is_one(requirements: ClaimRequirements) -> bool:
-    return len(requirements.requests) == 1 and requirements.requests[0].count == 1 and not requirements.constraints
-
-
-def _is_of(spot: Spot, kind: Kind) -> bool:
-    return spot.kind == kind.key and (kind.starts is None or spot.at in kind.starts)

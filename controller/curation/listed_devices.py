@@ -54,7 +54,7 @@ class ListedDevices:
         if fleet.hardware is not self._hardware:
             self._hardware, self._least = fleet.hardware, self._least_of(fleet)
         kept = {offer for offer in self._listed if _is_possible(fleet, offer, nodes)}
-        counts = Counter(_kind_of(fleet.gpus[offer.gpu], offer) for offer in kept)
+        counts = Counter(ProductKind(fleet.gpus[offer.gpu].gpu.product_name, offer.spot.kind) for offer in kept)
         missing = {kind: count - counts[kind] for kind, count in self._least.items() if count > counts[kind]}
         if missing:
             kept |= {*_chosen(fleet, missing, kept, nodes)}
@@ -116,17 +116,9 @@ def _on_node(gpus: Iterable[FleetGpu], kind: ProductKind) -> Iterator[Offer]:
                     yield Offer(gpu.gpu.uuid, spot)
 
 
-def _kind_of(gpu: FleetGpu, offer: Offer) -> ProductKind:
-    return ProductKind(gpu.gpu.product_name, offer.spot.kind)
-
-
 def _counts(need: Countable, offer: Offer) -> bool:
     """Whether the device of ``offer`` is one of those that are needed."""
-    spot = offer.spot
-    return any(
-        kind.key == spot.kind and offer.gpu in gpus and (kind.starts is None or spot.at in kind.starts)
-        for kind, gpus in need.kinds.items()
-    )
+    return any(kind.has(offer.spot) and offer.gpu in gpus for kind, gpus in need.kinds.items())
 
 
 def _possible(fleet: Fleet, need: Countable, taken: Collection[Offer], nodes: Collection[str]) -> Iterator[Offer]:

@@ -90,10 +90,8 @@ def _matching(queue: Queue, pod: Pod, by_gpu: Mapping[str, Iterable[Offer]]) -> 
     for requirements in queue.combinations(pod):
         for request in requirements.requests:
             for kind, gpus in queue.feasibility.kinds(request.selector, node).items():
-                for offer in (offer for gpu in gpus & by_gpu.keys() for offer in by_gpu[gpu]):
-                    is_kind = offer.spot.kind == kind.key
-                    if is_kind and (kind.starts is None or offer.spot.at in kind.starts):
-                        yield offer
+                for gpu in gpus & by_gpu.keys():
+                    yield from (offer for offer in by_gpu[gpu] if kind.has(offer.spot))
 
 
 class ChooseStage:

@@ -17,13 +17,12 @@ from controller.demand.feasibility import Feasibility
 from controller.demand.pending_claims import Queue
 from controller.demand.queued_workloads import WorkloadQueue
 from controller.explain.events import EventReporter, written_events
-from controller.explain.lookups import ApiLookups
 from controller.explain.pipeline import ReasonFinder
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.situation import DisjointPlan, Situation
 from controller.explain.sources.lacking_devices import Reasoning, reason_of
 from controller.fence.fence import Fence
-from controller.report.cluster_view import ClusterView
+from controller.report.cluster_view import ClusterReads, ClusterView
 from controller.settings import ControllerSettings
 from driver.clock import Clock
 from driver.kube.client import KubeClient
@@ -61,7 +60,7 @@ class ExplainStage:
         """The number of decisions that have been explained."""
         self._workload_reasons = WorkloadReasons()
         self.finder = ReasonFinder(settings.unused_s, Clock(), EXPLAIN_SECONDS)
-        self._lookups = ApiLookups(client)
+        self._lookups = ClusterReads(client, settings.namespace)
 
     def explain(self, seen: DecisionInput, offers: ChosenOffers) -> ClusterView:
         """Report what this decision found. Returns what it was made from, with the reasons."""

@@ -16,7 +16,7 @@ from controller.cluster.fleet import Fleet, FleetGpu, Hardware
 from controller.demand.device_search import Budget, SearchOutcome, States, fits, is_in_use, most_devices
 from controller.demand.requirements import ClaimRequirements, DeviceRequest
 from controller.demand.selected_devices import Matches, Selector, Selectors
-from driver.model.offer import OfferKind
+from driver.model.offer import OfferKind, Spot
 from driver.placement.occupancy import GpuState
 
 MAX_UNDECIDED_NODES = 4
@@ -40,6 +40,9 @@ class Kind(NamedTuple):
 
     key: OfferKind
     starts: frozenset[int] | None
+
+    def has(self, spot: Spot) -> bool:
+        return spot.kind == self.key and (self.starts is None or spot.at in self.starts)
 
 
 class NodeSearch(NamedTuple):

@@ -31,7 +31,6 @@ from controller.explain.sources.scheduler_reports import SchedulerActivity, with
 from controller.explain.sources.unplaced_pods import UnplacedPods
 from controller.explain.sources.waiting_gangs import reasons_of_incomplete
 from driver.clock import Clock
-from driver.model.offer import Offer
 
 SHOWN_AGE = timedelta(seconds=5)
 """Age of a kept reason from which on people are told when it was found."""
@@ -152,16 +151,13 @@ def reason_of_disjoint(pending: PendingClaim, queue: Queue, plan: DisjointPlan) 
         if not awaited:
             return None
         seconds = "" if plan.settle_seconds is None else f": about {plan.settle_seconds + 1:.0f} s"
-        return ClaimReason(pending, ReasonCode.RESHAPING, _changed(queue, awaited[0]) + seconds)
+        gpu, kind = queue.feasibility.fleet.gpus[awaited[0].gpu], awaited[0].spot.kind
+        sentence = f"gpu-{gpu.number} of node {gpu.node} is changed to offer {kind}{seconds}"
+        return ClaimReason(pending, ReasonCode.RESHAPING, sentence)
     if pending.key in queue.held_back or not queue.satisfiable(pending):
         return None
     sentence = f"the free memory that would do is planned for claims before it: {listed(sorted(plan.offers))}"
     return ClaimReason(pending, ReasonCode.BEHIND, sentence)
-
-
-def _changed(queue: Queue, offer: Offer) -> str:
-    gpu, kind = queue.feasibility.fleet.gpus[offer.gpu], offer.spot.kind
-    return f"gpu-{gpu.number} of node {gpu.node} is changed to offer {kind}"
 
 
 def _awaited(pending: PendingClaim, situation: Situation) -> str:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
+import msgspec
+
 from controller.cluster.cache import ClusterCache, Snapshot
 from controller.cluster.claim_index import PoolDevice
 from controller.cluster.fleet import Fleet
@@ -22,7 +24,6 @@ from controller.curation.disjoint import DisjointPlanner
 from controller.curation.reservation import overdue_reservation
 from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import Queue
-from controller.explain.lookups import ApiLookups
 from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ClaimReason
 from controller.explain.situation import DisjointPlan, Lookups, Situation
@@ -32,6 +33,9 @@ from driver.clock import Clock
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError
 from driver.kube.client import KubeClient
 from driver.kube.controller_heartbeat import LastHeartbeat, last_heartbeat
+from driver.kube.reads import RESOURCE_GROUP, DevicesByNode, read_all
+from driver.kube.slice_types import ResourceSlice
+from driver.kube.types import Key, Pod, Struct
 from driver.kube.watch_cache import MALFORMED
 from driver.model.plan import OfferMode
 from driver.placement.ranking import Ranking
@@ -115,13 +119,19 @@ def unreported_nodes(snapshot: Snapshot, clock: Clock) -> UnreportedNodes:
     return UnreportedNodes(names, any(age < REPORT_TIMEOUT_SECONDS for age in ages))
 
 
-class ClusterReads(ApiLookups):
-    """What a view reads in addition to the objects in its snapshot, if it needs that."""
+class EventMessage(Struct, frozen=True):
+    """The part of an Event that says why a claim was not created."""
+
+    message: str = ""
+    last_timestamp: str | None = None
+
+
+class ClusterReads(Lookups):
+    """What is read in addition to the objects in a snapshot, if it is needed; None: this account may not read it."""
 
     def __init__(self, client: KubeClient, namespace: str | None) -> None:
         """``namespace``: that of this controller, a standby of the leader; None: found by the heartbeat."""
-        super().__init__(client)
-        self._namespace = namespace
+        self._client, self._namespace = client, namespace
 
     @cached_property
     def _heartbeat(self) -> LastHeartbeat | None:
@@ -138,6 +148,34 @@ class ClusterReads(ApiLookups):
         A standby takes over before that.
         """
         return None if self._heartbeat is None else self._heartbeat.silent_seconds
+
+    def template_exists(self, template: Key) -> bool | None:
+        path = f"{RESOURCE_GROUP}/namespaces/{template.namespace}/resourceclaimtemplates/{template.name}"
+        try:
+            return self._client.find(path) is not None
+        except ApiError:
+            return None
+
+    def creation_failure(self, pod: Pod) -> str | None:
+        """Why kube-controller-manager could not create a claim of ``pod`` last; None, too, if it could."""
+        selector = {"fieldSelector": f"involvedObject.uid={pod.metadata.uid},reason=FailedResourceClaimCreation"}
+        path = f"/api/v1/namespaces/{pod.metadata.namespace}/events"
+        try:
+            events = list(read_all(self._client, path, EventMessage, selector))
+        except (ApiError, msgspec.MsgspecError):
+            return None
+        return max(events, key=lambda event: event.last_timestamp or "").message if events else None
+
+    def devices_of(self, driver: str) -> DevicesByNode | None:
+        devices: dict[str, set[tuple[str, str]]] = {}
+        of_driver = {"fieldSelector": f"spec.driver={driver}"}
+        try:
+            for slice_ in read_all(self._client, f"{RESOURCE_GROUP}/resourceslices", ResourceSlice, of_driver):
+                names = {(slice_.spec.pool.name, device.name) for device in slice_.spec.devices}
+                devices.setdefault(slice_.spec.node_name, set()).update(names)
+        except (ApiError, msgspec.MsgspecError):
+            return None
+        return devices
 
 
 class ViewMaker:

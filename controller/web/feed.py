@@ -94,12 +94,11 @@ class PublishedChange:
 class Feed:
     """Used in the thread of one event loop; a thread of its own watches the cluster while there are viewers."""
 
-    def __init__(self, views: Views, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, views: Views) -> None:
         """``views`` begins to watch the cluster."""
         self._views = views
-        self._clock = clock
-        self._viewers = 0
-        self._seen_at = clock()
+        self.viewers = 0
+        self._seen_at = time.monotonic()
         self._published: PublishedContent | None = None
         self._changes: dict[str, PublishedChange] = {}
         """By the version before the change, oldest first."""
@@ -107,13 +106,9 @@ class Feed:
         self._is_watching = False
         self._news = asyncio.Event()
 
-    @property
-    def viewers(self) -> int:
-        return self._viewers
-
     async def current(self) -> PublishedContent:
         """The newest content; begins to watch if nobody did. Raises TesseraError if the cluster can't be read."""
-        self._seen_at = self._clock()
+        self._seen_at = time.monotonic()
         while self._published is None:
             if not self._is_watching:
                 self._begin()
@@ -144,12 +139,12 @@ class Feed:
     @contextmanager
     def viewer(self) -> Iterator[None]:
         """Count a viewer while the block runs."""
-        self._viewers += 1
+        self.viewers += 1
         try:
             yield
         finally:
-            self._viewers -= 1
-            self._seen_at = self._clock()
+            self.viewers -= 1
+            self._seen_at = time.monotonic()
 
     def _begin(self) -> None:
         self._is_watching, self._failure = True, None
@@ -162,12 +157,12 @@ class Feed:
         try:
             with closing(self._views()) as views:
                 for view in views:
-                    began = self._clock()
+                    began = time.monotonic()
                     content = content_of(view, partial(self._is_early, began))
                     _call(loop, partial(self._publish, content))
                     if not self._is_wanted():
                         break
-                    time.sleep(min(MAX_REST_SECONDS, REST_FACTOR * (self._clock() - began)))
+                    time.sleep(min(MAX_REST_SECONDS, REST_FACTOR * (time.monotonic() - began)))
         except TesseraError as error:
             failure = error
         except Exception as error:
@@ -176,10 +171,10 @@ class Feed:
         _call(loop, partial(self._end, failure))
 
     def _is_early(self, began: float) -> bool:
-        return self._clock() - began < EXPLAINING_SECONDS
+        return time.monotonic() - began < EXPLAINING_SECONDS
 
     def _is_wanted(self) -> bool:
-        return self._viewers > 0 or self._clock() - self._seen_at < IDLE_SECONDS
+        return self.viewers > 0 or time.monotonic() - self._seen_at < IDLE_SECONDS
 
     def _publish(self, content: PageContent) -> None:
         before = self._published

@@ -217,7 +217,10 @@ class ClaimsDespiteOffers:
                 gpu = self._queue.feasibility.fleet.gpus[offer.gpu]
                 if (device := gpu.device(offer.spot)) is not None:
                     by_node.setdefault(gpu.node, []).append(OfferedDevice(gpu, device, name))
-        return {node: sorted(devices, key=_place) for node, devices in by_node.items()}
+        return {
+            node: sorted(devices, key=lambda device: (device.gpu.number, device.name.device))
+            for node, devices in by_node.items()
+        }
 
     def _find_fitting(self, requirements: ClaimRequirements, nodes: Nodes) -> tuple[OfferedDevice, ...]:
         """Devices on one of ``nodes`` that satisfy ``requirements``, of a complete pool if possible."""
@@ -352,18 +355,11 @@ class ClaimsDespiteOffers:
         return f"none of the free devices of {driver} on node {node} has what it selects{same}{rest}"
 
 
-def _place(device: OfferedDevice) -> tuple[int, str]:
-    return device.gpu.number, device.name.device
-
-
 def _failure(queue: Queue, pending: PendingClaim, report: Condition) -> SelectorFailure | None:
     """A device on which a selector of the claim fails as the scheduler reports."""
-    for request in queue.requests(pending):
-        for matches, _ in request.selector.among(queue.feasibility.fleet):
-            for failure in matches.failures:
-                if failure.message in report.message:
-                    return failure
-    return None
+    groups = (request.selector.among(queue.feasibility.fleet) for request in queue.requests(pending))
+    failures = (failure for group in groups for matches, _ in group for failure in matches.failures)
+    return next((failure for failure in failures if failure.message in report.message), None)
 
 
 def _taint_rule(queue: Queue, served: ClaimRequirements, devices: Sequence[OfferedDevice]) -> str | None:

@@ -135,13 +135,9 @@ def hindered(
     requests: Sequence[DeviceRequest], selected: Sequence[SelectedGpus], obstacles: Collection[Obstacle]
 ) -> Reason:
     """Even if nothing were held, ``obstacles`` would be in the way; without one of them it would fit."""
-    gpus_of = {
-        obstacle: _joined(selection.obstacles.get(obstacle, ()) for selection in selected) for obstacle in obstacles
-    }
+    gpus_of = _joined([selection.obstacles for selection in selected], obstacles)
     if not any(gpus_of.values()):
-        gpus_of = {
-            obstacle: _joined(selection.hindered.get(obstacle, ()) for selection in selected) for obstacle in obstacles
-        }
+        gpus_of = _joined([selection.hindered for selection in selected], obstacles)
     main = max(gpus_of, key=lambda obstacle: (len(gpus_of[obstacle]), obstacle))
     gpus = {entry.entry.gpu.uuid for selection in selected for entry in selection.reachable}
     request = f"request {requests[0].name}: " if len(requests) == 1 else ""
@@ -165,9 +161,12 @@ def hindered(
     return Reason(code, f"{sentence}: {steps}{'; ' + also if also else ''}", permanent=True)
 
 
-def _joined(parts: Iterable[Iterable[FleetGpu]]) -> tuple[FleetGpu, ...]:
-    """The GPUs of all parts, each once."""
-    return tuple({entry.gpu.uuid: entry for part in parts for entry in part}.values())
+def _joined(
+    groups: Sequence[Mapping[Obstacle, Sequence[FleetGpu]]], obstacles: Iterable[Obstacle]
+) -> dict[Obstacle, tuple[FleetGpu, ...]]:
+    """The GPUs of all ``groups`` by obstacle, each once."""
+    parts = {obstacle: (gpu for group in groups for gpu in group.get(obstacle, ())) for obstacle in obstacles}
+    return {obstacle: tuple({gpu.gpu.uuid: gpu for gpu in part}.values()) for obstacle, part in parts.items()}
 
 
 def reset_steps(gpus: Sequence[FleetGpu]) -> str:

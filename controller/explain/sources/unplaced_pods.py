@@ -6,7 +6,7 @@ No scheduler tries them, a claim of theirs is missing or being deleted, or all o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -209,7 +209,11 @@ def _by_claim(of_pods: Mapping[Key, tuple[Pod, PodReason]], queue: Queue) -> Ite
         pending_claims = queue.of_pod(pod)
         if pending_claims and code is not ReasonCode.NO_SUCH_CLAIM and not any(map(queue.requirements, pending_claims)):
             continue  # all of its claims are for devices of other drivers
-        subjects = [*filter(queue.requirements, pending_claims), *_claims_of_gated(pod, queue, queued)]
+        # Of a gated pod also the claims that are not allocated and that no other pod has queued.
+        keys = [key for key in pod.claims if str(key) not in queued] if pod.spec.scheduling_gates else []
+        claims = filter(None, map(queue.cluster.claims.find, keys))
+        of_gated = (PendingClaim(claim, (pod,)) for claim in claims if not claim.status.allocation)
+        subjects = [*filter(queue.requirements, pending_claims), *of_gated]
         waiting = [claim for claim in subjects if all(user.metadata.key in of_pods for user in claim.pods)]
         for claim in waiting:
             yield ClaimReason(claim, code, f"pod {pod.metadata.name} {sentence}", permanent=True)
@@ -217,15 +221,6 @@ def _by_claim(of_pods: Mapping[Key, tuple[Pod, PodReason]], queue: Queue) -> Ite
             metadata = Metadata(name=pod.metadata.name, namespace=pod.metadata.namespace)
             itself = PendingClaim(Claim(metadata, ClaimSpec(DeviceClaim(()))), (pod,), not_created=True)
             yield ClaimReason(itself, code, f"it {sentence}", permanent=True)
-
-
-def _claims_of_gated(pod: Pod, queue: Queue, queued: Collection[str]) -> Iterator[PendingClaim]:
-    """The claims of a gated pod that are not allocated, without those that other pods have ``queued``."""
-    if pod.spec.scheduling_gates:
-        claims = (queue.cluster.claims.find(key) for key in pod.claims if str(key) not in queued)
-        yield from (
-            PendingClaim(claim, (pod,)) for claim in claims if claim is not None and not claim.status.allocation
-        )
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ def reason_of_gang(queue: Queue, gang: Gang) -> tuple[str, bool] | None:
     permanent = emptied.pods < gang.needed
     room = emptied if permanent else queue.room(gang)
     free = "even if nothing were held, there would be room for" if permanent else "free devices are enough for"
-    at_most = f"{free} {_at_most(room.pods, room.nodes)}"
+    nodes = f"{room.nodes} {'node' if room.nodes == 1 else 'nodes'}"
+    at_most = f"{free} {f'{room.pods} of them at most, on {nodes}' if room.pods else 'none of them'}"
     return f"PodGroup {gang.group.metadata.name} needs {_needed(queue, gang)} at once; {at_most}", permanent
 
 
@@ -59,9 +60,3 @@ def _devices(queue: Queue, pod: Pod) -> int | None:
         for requirements in queue.combinations(pod)
     }
     return counts.pop() if len(counts) == 1 else None
-
-
-def _at_most(pods: int, nodes: int) -> str:
-    if not pods:
-        return "none of them"
-    return f"{pods} of them at most, on {nodes} {'node' if nodes == 1 else 'nodes'}"
