@@ -31,7 +31,7 @@ from driver.model.offer import FULL, SHARE, Offer, OfferKind, Spot
 from driver.placement.ranking import Ranking
 
 STICKINESS = 0.5
-"""Memory slices: a published offer for future claims gives way to one that grows fragmentation by more than this less."""
+"""Memory slices by which an offer must grow fragmentation less than a published one that it replaces."""
 
 PodNeed = tuple[ClaimRequirements, Nodes]
 """What one pod requires, and the nodes on which it may run."""
