@@ -8,7 +8,7 @@ that would do for it once they are free, those with the most free memory. One po
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -52,15 +52,18 @@ class Reservations:
             self._reserved = None
         if self._reserved is None or not self._reserved.gpus <= queue.feasibility.fleet.gpus.keys():
             overdue = (pod for pod in waiting if now - self._since[pod.metadata.key] >= WAIT_SECONDS)
-            reservations = (Reserved(pod.metadata.key, gpus) for pod in overdue if (gpus := _emptiest(queue, pod)))
-            self._reserved = next(reservations, None)
+            self._reserved = _reservation(queue, overdue)
         return self._reserved
 
 
 def overdue_reservation(queue: Queue, clock: Clock) -> Reserved | None:
     """The reservation of a leader that has seen all pending pods since they were created."""
     ages = ((pod, clock.seconds_since(pod.metadata.creation_timestamp)) for pod in queue.pods)
-    overdue = (pod for pod, age in ages if age >= WAIT_SECONDS and not _has_room(queue, pod))
+    return _reservation(queue, (pod for pod, age in ages if age >= WAIT_SECONDS and not _has_room(queue, pod)))
+
+
+def _reservation(queue: Queue, overdue: Iterable[Pod]) -> Reserved | None:
+    """For the first pod that could run on empty GPUs."""
     reservations = (Reserved(pod.metadata.key, _emptiest(queue, pod)) for pod in overdue)
     return next((reserved for reserved in reservations if reserved.gpus), None)
 

@@ -50,9 +50,9 @@ class Explanation:
     """Why ``claim`` (``namespace/name``) is pending. ``pods`` are its pending pods, bound ones only if it is allocated.
 
     ``claim`` is empty if the reason is one of the pod itself. ``code`` is a ReasonCode, or ALLOCATED, NOT_USED (no
-    pending pod uses the claim), TERMINATING or OTHER_DRIVERS. ``permanent``:
-    the reason does not pass when other claims end. ``holders`` are
-    the claims that hold devices which it could have; ``reports`` what the scheduler says of each pod.
+    pending pod uses the claim), TERMINATING or OTHER_DRIVERS. ``permanent``: the reason does not pass when other claims
+    end. ``holders`` are the claims that hold devices which it could have; ``reports`` what the scheduler says of each
+    pod. ``is_detailed``: requests, holders and changes were looked for.
     """
 
     claim: str
@@ -64,6 +64,7 @@ class Explanation:
     holders: tuple[str, ...] = ()
     changes: tuple[HelpfulChange, ...] = ()
     reports: tuple[tuple[str, str], ...] = ()
+    is_detailed: bool = True
 
     @property
     def is_pending(self) -> bool:
@@ -84,7 +85,10 @@ class Explainer:
         ``in_detail`` is called for each claim: False leaves out what takes long, requests, holders and changes.
         """
         for pending in self._queue.pending:
-            yield self.of_pending(pending) if in_detail() else self._brief(pending, self._view.reasons.get(pending.key))
+            if in_detail():
+                yield self.of_pending(pending)
+            else:
+                yield replace(self._brief(pending, self._view.reasons.get(pending.key)), is_detailed=False)
         yield from map(self._of_reason, self._reasons_without_claim())
 
     def of_pod(self, pod: Pod) -> list[Explanation]:

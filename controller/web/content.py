@@ -8,7 +8,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 
 import msgspec
@@ -125,7 +124,7 @@ def content_of(view: ClusterView, in_detail: Callable[[], bool]) -> PageContent:
         summary.add(node)
         encoded = encode(_node(node, view.fleet.nodes.get(node.name, ())))
         nodes[node.name] = zlib.compress(encoded, zlib.Z_BEST_SPEED)
-    pending = list(islice(_pending(view, in_detail), MAX_PENDING))
+    pending = list(map(_explained, islice(Explainer(view).pending(in_detail), MAX_PENDING)))
     pending.sort(key=lambda each: (each.created or "", each.claim or ""))
     parts = {
         "driver": view.driver,
@@ -156,36 +155,23 @@ def _hardware(entry: FleetGpu) -> GpuHardware:
     )
 
 
-def _pending(view: ClusterView, in_detail: Callable[[], bool]) -> Iterator[PagePending]:
-    was_detailed = True
-
-    def decided() -> bool:
-        nonlocal was_detailed
-        was_detailed = in_detail()
-        return was_detailed
-
-    for explanation in Explainer(view).pending(decided):
-        yield _explained(explanation, is_explained=was_detailed)
-
-
-def _explained(explanation: Explanation, *, is_explained: bool) -> PagePending:
-    clipped = partial(_clipped, limit=MAX_TEXT)
+def _explained(explanation: Explanation) -> PagePending:
     return PagePending(
         claim=explanation.claim or None,
         pods=tuple(str(pod.metadata.key) for pod in explanation.pods[:MAX_NAMES]),
         pod_count=len(explanation.pods),
         created=explanation.pods[0].metadata.creation_timestamp if explanation.pods else None,
         reason=explanation.code,
-        message=clipped(explanation.message),
+        message=_clipped(explanation.message),
         holders=explanation.holders[:MAX_NAMES],
         holder_count=len(explanation.holders),
         changes=tuple(
-            PageChange(change.kind, clipped(change.text), change.claims[:MAX_NAMES]) for change in explanation.changes
+            PageChange(change.kind, _clipped(change.text), change.claims[:MAX_NAMES]) for change in explanation.changes
         ),
-        reports=tuple(clipped(f"{pod}: {message}") for pod, message in explanation.reports[:MAX_NAMES]),
-        is_explained=is_explained,
+        reports=tuple(_clipped(f"{pod}: {message}") for pod, message in explanation.reports[:MAX_NAMES]),
+        is_explained=explanation.is_detailed,
     )
 
 
-def _clipped(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}..."
+def _clipped(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."

@@ -165,8 +165,10 @@ def _joined(
     groups: Sequence[Mapping[Obstacle, Sequence[FleetGpu]]], obstacles: Iterable[Obstacle]
 ) -> dict[Obstacle, tuple[FleetGpu, ...]]:
     """The GPUs of all ``groups`` by obstacle, each once."""
-    parts = {obstacle: (gpu for group in groups for gpu in group.get(obstacle, ())) for obstacle in obstacles}
-    return {obstacle: tuple({gpu.gpu.uuid: gpu for gpu in part}.values()) for obstacle, part in parts.items()}
+    return {
+        obstacle: tuple({gpu.gpu.uuid: gpu for group in groups for gpu in group.get(obstacle, ())}.values())
+        for obstacle in obstacles
+    }
 
 
 def reset_steps(gpus: Sequence[FleetGpu]) -> str:

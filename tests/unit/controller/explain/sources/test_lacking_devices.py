@@ -341,6 +341,16 @@ def test_gpus_kept_for_other_uses_are_named() -> None:
     told(there, ReasonCode.DEDICATED, "other uses")
 
 
+def test_of_several_obstacles_the_one_with_the_most_gpus_is_named_with_them() -> None:
+    gpus = [
+        *node_of("a", fault="Xid 79"),
+        *node_of("b", gpus=1, closed="is cordoned"),
+        *node_of("c", gpus=1, foreign=1),
+    ]
+    there = Situation(gpus).wants(request(selector=FULL))
+    told(there, ReasonCode.FAULT, "4 GPUs have it", "gpu-0 of a (Xid 79), gpu-1 of a (Xid 79); 1 more: node closed")
+
+
 def test_held_mentions_those_that_cannot_be_used_anyway() -> None:
     gpus = [fleet_gpu("a", 0, H100, "full"), fleet_gpu("a", 1, fault="Xid 79")]
     told(Situation(gpus).wants(request(selector=FULL)), ReasonCode.HELD, "1 more can't be used (1 on a: Xid 79)")
