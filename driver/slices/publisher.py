@@ -289,8 +289,15 @@ class Publisher:
         if not todo:
             return
         self._observer.written(len(todo.write) + len(todo.delete), time.perf_counter() - started)
-        counts = {"generation": todo.generation, "written": len(todo.write), "deleted": len(todo.delete)}
-        log.info("published slices", extra={"pool": self._pool.name, **counts})
+        log.info(
+            "published slices",
+            extra={
+                "pool": self._pool.name,
+                "generation": todo.generation,
+                "written": len(todo.write),
+                "deleted": len(todo.delete),
+            },
+        )
 
     def _write(self, todo: Changes) -> None:
         existing = dict(todo.existing)
