@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 from driver.clock import Clock
 from driver.hardware.host_paths import boot_id
 from driver.http import Check
+from driver.hung_threads import join_all
 from driver.kube.client import ApiReach, KubeClient, load_configuration
 from driver.kube.events import Recorder
 from driver.kube.types import Claim
 from driver.model.device import number_gpus
-from driver.process_exit import join_all
-from driver.slices.kept_fields import KeptFields
+from driver.slices.api_server_fields import KeptFields
 from driver.slices.pool_names import Pool
 from driver.steps import unobserved
+from kubelet_plugin.api_writers import ApiAccess, Publishing
 from kubelet_plugin.cdi.directory import CdiDirectory
 from kubelet_plugin.cdi.driver_files import find_driver_files
 from kubelet_plugin.cdi.spec import SpecFormat
@@ -45,10 +46,9 @@ from kubelet_plugin.inventory.open_hardware import open_host, wait_for_driver
 from kubelet_plugin.inventory.scan import NvmlEventListener, ScanLoop, Scanner
 from kubelet_plugin.metrics import probes
 from kubelet_plugin.metrics.measurements import Measurements
-from kubelet_plugin.publishing import ApiAccess, Publishing
 from kubelet_plugin.reconcile.claim_activity import BackgroundWork, ClaimActivity
+from kubelet_plugin.reconcile.claim_reconciler import ClaimReconciler
 from kubelet_plugin.reconcile.recovery import Orphans, recover
-from kubelet_plugin.reconcile.retry import ClaimReconciler
 from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.status.events import EventReason, PluginEvents
 from kubelet_plugin.upgrade.instance_lock import claim_directory

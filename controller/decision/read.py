@@ -21,8 +21,8 @@ from controller.cluster.node_views import (
 )
 from controller.cluster.published_offers import DeviceIndex
 from controller.curation.offer_mode import ClusterMode
-from controller.demand.eligibility import Eligibility
 from controller.demand.feasibility import Matching
+from controller.demand.node_eligibility import Eligibility
 from controller.demand.pending_claims import Queue
 from controller.demand.queued_workloads import WorkloadQueue
 from controller.demand.requirements import RequirementsReader

@@ -16,9 +16,9 @@ from itertools import islice, product
 from controller.cluster.claim_index import ClusterState
 from controller.cluster.fleet import Fleet
 from controller.demand.device_search import SearchOutcome
-from controller.demand.eligibility import Eligibility, Excluded, condition_of, exclusion
 from controller.demand.feasibility import Feasibility, Matching, Nodes, NodeSearch
 from controller.demand.gangs import Gang, GangRoom, Room, Wanted, gangs_of
+from controller.demand.node_eligibility import Eligibility, Excluded, condition_of, exclusion
 from controller.demand.requirements import (
     MAX_COMBINATIONS,
     ClaimRequirements,

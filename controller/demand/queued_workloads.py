@@ -13,8 +13,8 @@ from typing import NamedTuple
 from controller.cluster.claim_index import ClusterState
 from controller.cluster.fleet import Fleet
 from controller.cluster.kueue import QueuedPod, QueuedWorkload
-from controller.demand.eligibility import Eligibility
 from controller.demand.feasibility import Group, Kind, Matching
+from controller.demand.node_eligibility import Eligibility
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import MAX_DEVICES
 from controller.demand.selected_devices import Selector

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.device_search import SearchOutcome
-from controller.demand.eligibility import Excluded, Exclusion
 from controller.demand.feasibility import Feasibility, Nodes
+from controller.demand.node_eligibility import Excluded, Exclusion
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements, DeviceRequest, RequirementsReader
 from controller.explain.sources.availability import Availability, Obstacle, holders_of, listed, without

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from controller.demand.eligibility import Excluded
+from controller.demand.node_eligibility import Excluded
 from controller.demand.pending_claims import PendingClaim
 from controller.explain.changes import HelpfulChange, admitting, changes_that_help
 from controller.explain.events import ALLOCATED, NO_POD, NOT_USED

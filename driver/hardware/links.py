@@ -14,7 +14,7 @@ from uuid import UUID
 import pynvml
 
 from driver.hardware.nvml_errors import UNKNOWN_NUMBER, fact, text
-from driver.hardware.topology import pci_address
+from driver.hardware.pci_distance import pci_address
 from driver.model.gpu import NvLink
 
 GENERATIONS = {

@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from driver.model.gpu_settings import NO_LAYOUTS, Layouts
 from driver.model.offer import Offer
 from driver.model.plan import COUNTERS_FIELD, TAINTS_FIELD, OfferMode, PlanMode, PublishHeld
+from driver.slices.api_server_fields import KeptFields
 from driver.slices.build import PublishedGpu
-from driver.slices.kept_fields import KeptFields
 from driver.slices.publisher import PresentSlices
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.inventory.inventory import Inventory

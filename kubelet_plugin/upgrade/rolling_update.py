@@ -23,9 +23,9 @@ import msgspec
 
 from driver.errors import EnvironmentFault, RecoverableError
 from driver.http import Check, health_pages, serve
+from driver.hung_threads import wait_until
 from driver.kube.client import KubeClient, load_configuration
 from driver.kube.reads import owner_reference
-from driver.process_exit import wait_until
 from driver.steps import StepObserver, observed, unobserved
 from kubelet_plugin.app import NODE_USER_AGENT, NodePlugin
 from kubelet_plugin.checkpoint.records import check_readable

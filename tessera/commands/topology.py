@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from driver.hardware.node_gpus import GpuFault
-from driver.hardware.topology import Nic, Place, find_nics, level, links_between, place_of
+from driver.hardware.pci_distance import Nic, Place, find_nics, level, links_between, place_of
 from driver.model.gpu import Gpu, Partition
 from kubelet_plugin.inventory.open_hardware import open_host
 from kubelet_plugin.settings import node_settings

@@ -15,13 +15,13 @@ from controller.app import LEASE
 from controller.decision.node_labels import LABEL_SETS, NODES
 from controller.fence.canary import CANARY
 from driver.errors import CONFLICT, FORBIDDEN, NOT_FOUND, ApiError, FatalError
+from driver.hung_threads import wait_until
 from driver.kube.client import KubeClient, Object
 from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING
 from driver.kube.lease import LeaseSpec, lease_object, leases
 from driver.kube.reads import RESOURCE_GROUP, list_claims, read_all
 from driver.kube.types import Claim, Node
 from driver.model.plan import FENCE
-from driver.process_exit import wait_until
 from driver.slices.publisher import SLICES
 from tessera.cluster_options import cancel_uninstall_command, client_of, with_driver_name, with_kubeconfig
 from tessera.tables_and_drawings import columns

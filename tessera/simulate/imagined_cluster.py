@@ -19,8 +19,8 @@ from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
 from controller.curation.curator import Curator
 from controller.curation.disjoint import DisjointPlanner
 from controller.demand.demand import demand_of
-from controller.demand.eligibility import Eligibility
 from controller.demand.feasibility import Matching, Nodes
+from controller.demand.node_eligibility import Eligibility
 from controller.demand.pending_claims import Queue, claim_for, classes_by_resource
 from controller.demand.requirements import RequirementsReader
 from controller.demand.selected_devices import Selector

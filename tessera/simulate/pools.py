@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from controller.demand.eligibility import selects
+from controller.demand.node_eligibility import selects
 from driver.kube.slice_types import DetailedDevice, DetailedSlice, DetailedSliceSpec, newest_generation
 from driver.kube.types import Expression, Node, NodeSelector, NodeTerm
 from tessera.simulate.allocatable_devices import (

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from controller.demand.eligibility import Eligibility
+from controller.demand.node_eligibility import Eligibility
 from controller.demand.pending_claims import classes_by_resource
 from driver.kube.types import Allocation, Claim, DeviceClass, Node, Pod
 from tessera.simulate.allocatable_devices import AllocationError, FailureKind

@@ -11,7 +11,7 @@ import msgspec
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.cluster.node_views import NodeView
 from controller.curation.offer_mode import decide_offer_mode
-from controller.demand.eligibility import CORDONED as NODE_CORDONED
+from controller.demand.node_eligibility import CORDONED as NODE_CORDONED
 from controller.report.cluster_view import ClusterView, unreported_nodes
 from driver.clock import Clock
 from driver.errors import FatalError, UsageError

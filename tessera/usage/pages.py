@@ -21,7 +21,7 @@ from driver.kube.slice_types import ResourceSlice
 from driver.slices.publisher import SLICES
 from tessera.status.snapshot import NODE_PLUGIN
 from tessera.tables_and_drawings import counted, printable
-from tessera.usage.http import HttpReader
+from tessera.usage.http_reader import HttpReader
 from tessera.usage.prometheus import GPU_SLICES, GPU_UNKNOWN
 from tessera.usage.report import GpuOfNode, GpuSlices, Reading, UsageRecord
 

@@ -13,7 +13,7 @@ import msgspec
 from driver.errors import ApiError, EnvironmentFault, FatalError
 from driver.kube.hostile_json import decode
 from tessera.tables_and_drawings import printable
-from tessera.usage.http import QUOTED_ERROR_LIMIT, HttpReader
+from tessera.usage.http_reader import QUOTED_ERROR_LIMIT, HttpReader
 from tessera.usage.report import GpuOfNode, GpuSlices, Reading, UsageRecord, gpu_of
 
 ALLOCATED_METRIC = "tessera_claim_allocated_slice_seconds_total"

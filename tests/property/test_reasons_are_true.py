@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.cluster.fleet import Fleet, FleetGpu
-from controller.demand.eligibility import Eligibility
 from controller.demand.feasibility import Matching
+from controller.demand.node_eligibility import Eligibility
 from controller.demand.pending_claims import Queue
 from controller.explain.changes import changes_that_help
 from controller.explain.sources.lacking_devices import KnownReasons

@@ -42,8 +42,8 @@ from driver.kube.types import (
 from driver.model.device import Device, devices_of
 from driver.model.plan import PlanMode, PlanSpec, PlanStatus
 from driver.placement.occupancy import GpuState, overlap
+from driver.slices.api_server_fields import KeptFields
 from driver.slices.build import CLOSED, SliceBuilder, slice_object
-from driver.slices.kept_fields import KeptFields
 from driver.slices.pool_names import Pool
 from driver.slices.publisher import changes
 from kubelet_plugin.changes import ChangeNotifier

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from driver.kube.types import GpuNodePlan
+from driver.slices.api_server_fields import KeptFields
 from driver.slices.build import PublishedGpu
-from driver.slices.kept_fields import KeptFields
 from kubelet_plugin.plan.memory import PlanMemory, RememberedPlan
 
 

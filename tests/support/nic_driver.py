@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from driver.hardware.topology import Nic, find_nics
+from driver.hardware.pci_distance import Nic, find_nics
 
 NIC_DRIVER = "nic.example.com"
 NIC_CLASS = "rdma-nic"

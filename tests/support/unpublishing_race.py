@@ -27,7 +27,7 @@ from driver.kube.types import GpuNodePlan, PlanMetadata
 from driver.model.device import Device, devices_of
 from driver.model.plan import OfferMode, PlanMode, PlanSpec, PublishHeld
 from driver.placement.occupancy import GpuState, overlap
-from driver.slices.kept_fields import KeptFields
+from driver.slices.api_server_fields import KeptFields
 from kubelet_plugin.changes import ChangeNotifier
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.plan.follower import PlanFollower

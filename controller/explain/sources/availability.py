@@ -11,7 +11,7 @@ from functools import cached_property
 
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.device_search import free_spots, most_devices, slices_of
-from controller.demand.eligibility import BLOCKING, Excluded
+from controller.demand.node_eligibility import BLOCKING, Excluded
 from controller.demand.requirements import DeviceRequest
 from controller.demand.selected_devices import Matches, Selector, SelectorFailure
 from driver.kube.slice_types import DeviceTaintRule

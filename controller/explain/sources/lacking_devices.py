@@ -12,9 +12,9 @@ from dataclasses import replace
 from controller.cluster.fleet import Fleet
 from controller.cluster.node_views import UnreportedNodes
 from controller.demand.device_search import SearchOutcome
-from controller.demand.eligibility import Eligibility, Excluded
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.gangs import Gang
+from controller.demand.node_eligibility import Eligibility, Excluded
 from controller.demand.pending_claims import PendingClaim, Queue, described
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest, RefusedRequest
 from controller.explain.reason import ClaimReason, Reason, ReasonCode

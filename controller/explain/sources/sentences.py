@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from controller.cluster.dedication import DEDICATED_TO
 from controller.cluster.fleet import FleetGpu
-from controller.demand.eligibility import Excluded, Exclusion
 from controller.demand.feasibility import Feasibility, Nodes
+from controller.demand.node_eligibility import Excluded, Exclusion
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest
 from controller.explain.reason import Reason, ReasonCode
 from controller.explain.sources.availability import (

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-from controller.demand.eligibility import Excluded, exclusion, selects
+from controller.demand.node_eligibility import Excluded, exclusion, selects
 from controller.demand.pending_claims import PendingClaim, Queue, claim_for, classes_by_resource
 from controller.demand.requirements import RequirementsReader
 from controller.explain.reason import ClaimReason, ReasonCode

@@ -28,7 +28,7 @@ from driver.kube.watch_cache import Change, WatchCache
 from driver.kube.work_loop import LoopPool
 from driver.model.gpu import Gpu
 from driver.model.plan import PATH, PlanMode
-from driver.slices.kept_fields import SLICES, KeptFields
+from driver.slices.api_server_fields import SLICES, KeptFields
 from kubelet_plugin.plan.follower import MODE_CHECK_INTERVAL_SECONDS
 from kubelet_plugin.plan.instructions import NODES_PATH, without_status
 from tessera.gpu_reports import hardware

@@ -17,8 +17,8 @@ from driver.kube.work_loop import MakeLoop
 from driver.model.device import Device, number_gpus
 from driver.model.gpu import Gpu
 from driver.model.plan import PlanMode
+from driver.slices.api_server_fields import KeptFields
 from driver.slices.build import Content, SliceBuilder
-from driver.slices.kept_fields import KeptFields
 from driver.slices.pool_names import Pool
 from driver.slices.publisher import SLICES, PresentSlices, Publisher, SliceWriteObserver
 from kubelet_plugin.changes import ChangeNotifier, NodeChange

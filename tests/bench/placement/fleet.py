@@ -28,8 +28,8 @@ from driver.model.offer import OfferKind
 from driver.model.plan import COUNTERS_FIELD, CURATED, PlanMode
 from driver.placement.occupancy import GpuState, overlap
 from driver.simulator.description import load_description
+from driver.slices.api_server_fields import KeptFields
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
-from driver.slices.kept_fields import KeptFields
 from driver.slices.pool_names import Pool
 from driver.slices.publisher import PresentSlices, Publisher
 from kubelet_plugin.changes import ChangeNotifier, NodeChange

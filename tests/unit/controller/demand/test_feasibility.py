@@ -11,7 +11,7 @@ import pytest
 
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.demand import demand_of
-from controller.demand.eligibility import Eligibility
+from controller.demand.node_eligibility import Eligibility
 from controller.demand.pending_claims import Queue
 from controller.demand.selected_devices import Selector
 from tests.support.fleets import possible

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from controller.demand.demand import Demand, demand_of
-from controller.demand.eligibility import Eligibility, exclusion
+from controller.demand.node_eligibility import Eligibility, exclusion
 from controller.demand.pending_claims import Queue
 from driver.kube.types import Key, Pod, PodSpec
 from driver.model.offer import FULL as FULL_KEY

@@ -14,7 +14,7 @@ from driver.errors import EnvironmentFault, HardwareError
 from driver.hardware.discovery import semantic_version
 from driver.hardware.host_paths import HostPaths
 from driver.hardware.node_gpus import Discovery, Host, load_nvml
-from driver.hardware.topology import numa_node, pci_address, pcie_root
+from driver.hardware.pci_distance import numa_node, pci_address, pcie_root
 from driver.model.device import number_gpus
 from driver.model.gpu import MigMode, Placement
 from driver.simulator.description import load_description

@@ -11,7 +11,7 @@ import pytest
 
 from driver.hardware.host_paths import HostPaths
 from driver.hardware.node_gpus import Host
-from driver.hardware.topology import Level, level, links_between, place_of
+from driver.hardware.pci_distance import Level, level, links_between, place_of
 from driver.simulator.description import known_descriptions, load_description
 from driver.simulator.node import SimulatedNode
 from driver.simulator.products import facts, find_product, product_names

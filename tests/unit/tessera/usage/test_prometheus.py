@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from driver.errors import EnvironmentFault, FatalError, UsageError
-from tessera.usage import http
+from tessera.usage import http_reader
 from tessera.usage.prometheus import ALLOCATED_METRIC, MEASURED_METRIC, USED_METRIC, Prometheus, growth, read_period
 from tessera.usage.report import GpuOfNode, GpuSlices, UsageRecord
 from tests.support.api_server import Exchange, HttpServer
@@ -171,7 +171,7 @@ def as_bytes(document: object) -> bytes:
 def test_wrong_answers_are_one_clear_error(
     answer: Callable[[Exchange], None], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "ANSWER_LIMIT", 1024**2)
+    monkeypatch.setattr(http_reader, "ANSWER_LIMIT", 1024**2)
     with HttpServer(answer) as server, pytest.raises((FatalError, EnvironmentFault)) as caught:
         list(Prometheus(server.url).query("up"))
     message = str(caught.value)

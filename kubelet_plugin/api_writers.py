@@ -11,8 +11,8 @@ from driver.kube.client import KubeClient
 from driver.kube.reads import owner_reference
 from driver.model.device import Device
 from driver.model.plan import PlanSpec
+from driver.slices.api_server_fields import KeptFields
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
-from driver.slices.kept_fields import KeptFields
 from driver.slices.publisher import PresentSlices, Publisher, SliceStep, SliceWriteObserver
 from kubelet_plugin.changes import ChangeNotifier
 from kubelet_plugin.checkpoint.records import ClaimRecord

@@ -11,9 +11,9 @@ import pytest
 from driver.model.plan import PATH
 from driver.slices import publisher
 from driver.slices.build import SliceBuilder
+from kubelet_plugin.api_writers import with_mig_uuids
 from kubelet_plugin.inventory.published_devices import OFFER_EVERYTHING, PublishPolicy
 from kubelet_plugin.plan import writers
-from kubelet_plugin.publishing import with_mig_uuids
 from tests.harness.waiting import wait_for
 from tests.support.claims import NODE
 from tests.support.faulty_api import FaultyApi, PluginOnApi

@@ -11,8 +11,8 @@ import pytest
 
 from driver.errors import ApiError
 from driver.slices import publisher
+from driver.slices.api_server_fields import KeptFields
 from driver.slices.build import Content, PublishedGpu
-from driver.slices.kept_fields import KeptFields
 from driver.slices.pool_names import Pool
 from driver.slices.publisher import PresentSlices, Publisher
 from tests.support.api_server import Exchange, Object, SliceApi

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from driver.hardware.topology import Level, Nic, Place, find_nics, level, links_between, place_of
+from driver.hardware.pci_distance import Level, Nic, Place, find_nics, level, links_between, place_of
 from driver.model.gpu import NvLink, Placement
 from driver.simulator.description import known_descriptions, load_description
 from driver.simulator.node import SimulatedNode
