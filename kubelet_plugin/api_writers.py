@@ -79,7 +79,7 @@ class Publishing:
         report = PlanReport(self._follower, inventory, self._instructions, health)
         loop = background.loop(STATUS_DELAY_SECONDS, probes.plan_status)
         self._plan_status = PlanStatusWriter(client, node, self._instructions, report, loop=loop)
-        self._fence_release = FenceRelease(client, settings.namespace, pool, self._follower.mode)
+        self._fence_release = FenceRelease(client, settings.namespace, pool, self._follower.mode_choice)
         self._claim_status = StatusWriter(
             client,
             pool.driver,
@@ -120,10 +120,10 @@ class Publishing:
         self.notify()
 
     def claim_prepared(self) -> None:
-        self._held_changed(within_s=max(self._follower.mode.held_lag_seconds, PREPARED_DELAY_SECONDS))
+        self._held_changed(within_s=max(self._follower.mode_choice.held_lag_seconds, PREPARED_DELAY_SECONDS))
 
     def claim_released(self) -> None:
-        self._held_changed(within_s=self._follower.mode.held_lag_seconds)
+        self._held_changed(within_s=self._follower.mode_choice.held_lag_seconds)
 
     def _held_changed(self, within_s: float) -> None:
         self._publisher.notify_within(within_s)
@@ -153,7 +153,7 @@ class NodeSlices:
         return self.builder.build(with_mig_uuids(self.follower.published(slices), self.held.checkpoint.records()))
 
     def is_complete(self) -> bool:
-        return not self.follower.mode.is_waiting
+        return not self.follower.mode_choice.is_waiting
 
     def owner(self) -> Mapping[str, Any]:
         return owner_reference(self.client, self.held.pool.node)

@@ -1,11 +1,12 @@
 """Devices that are published without being offered, for tools that count published devices (pure).
 
-Kueue, for example, admits a claim only if as many published devices match its selectors as it asks for, held or tainted
-ones included (pkg/dra/claims.go); a Workload that finds too few at the wrong moment may wait forever. Curation offers
-two devices of each kind, and none of a kind that has no room. So a constant set of devices is listed: published with
-the taint of devices that are not offered, whether they are held or overlap held devices, as shared counters keep the
-scheduler from allocating both. The scheduler judges a device in this order: in use, selectors, capacity, counters, and
-taints last.
+Kueue, for example, admits a claim only if as many published devices match its selectors as it asks for, held and
+tainted ones included (pkg/dra/claims.go). A Workload that finds too few at the wrong moment may wait forever, and
+curation offers only two devices of each kind, and none of a kind that has no room.
+
+So a constant set of devices is listed, which means: published with the taint of devices that are not offered. They may
+be held, or overlap held devices: shared counters keep the scheduler from allocating both. The scheduler judges a device
+in this order: in use, selectors, capacity, counters, taints.
 
 For Workloads that wait in Kueue's queue (``controller.demand.queued_workloads``) as many devices are listed as their
 claims ask for.

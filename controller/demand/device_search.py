@@ -192,9 +192,10 @@ class _DeviceSearch:
         return needed
 
     def _satisfy(self, index: int, counts: tuple[int, ...], states: States, bound: Bound) -> bool:
-        """Whether the requests from ``index`` on can be satisfied; ``counts``: the devices of each claim so far.
+        """Whether the requests from ``index`` on can be satisfied.
 
-        They include those of all requests for a number of devices.
+        ``counts``: by claim, the devices of all its requests for a number, and of its requests for all devices that
+        come before ``index``.
         """
         if index == len(self._requests):
             return True

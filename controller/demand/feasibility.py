@@ -98,14 +98,14 @@ class Matching(Selectors):
 class Feasibility:
     """The GPUs that selectors select in one fleet, and the nodes that can satisfy requirements.
 
-    ``empty``: as if nothing were held, no GPU were unhealthy and none reserved for a use.
+    ``ideal``: as if nothing were held, all GPUs were healthy, in the MIG mode that is needed, and for every use.
     Answers about a fleet that is only ``imagined`` are forgotten with it.
     """
 
-    def __init__(self, fleet: Fleet, matching: Matching, *, empty: bool = False, imagined: bool = False) -> None:
+    def __init__(self, fleet: Fleet, matching: Matching, *, ideal: bool = False, imagined: bool = False) -> None:
         self.fleet = fleet
         self.matching = matching
-        self._empty = empty
+        self._ideal = ideal
         self._imagined = imagined
         self._memory = HardwareMemory(None) if imagined else matching.memory
         self._states: dict[str, States] = {}
@@ -117,9 +117,9 @@ class Feasibility:
 
     @property
     def emptied(self) -> Feasibility:
-        """With ``empty``; the same object as long as the hardware is."""
+        """With ``ideal``; the same object as long as the hardware is."""
         if self._memory.emptied is None:
-            self._memory.emptied = Feasibility(self.fleet, self.matching, empty=True, imagined=True)
+            self._memory.emptied = Feasibility(self.fleet, self.matching, ideal=True, imagined=True)
         return self._memory.emptied
 
     @property
@@ -149,7 +149,7 @@ class Feasibility:
         return self._states[node]
 
     def state(self, entry: FleetGpu) -> GpuState:
-        if not self._empty:
+        if not self._ideal:
             return entry.state
         geometry = entry.state.geometry
         return GpuState(geometry, shares=entry.shares, taken=(0,) * len(geometry.limits))
@@ -212,7 +212,7 @@ class Feasibility:
             alike = (requirements, states, tuple(request.selector.on(entry) for request in requests for entry in gpus))
             if alike in self._outcomes:
                 return self._outcomes[alike]
-        outcome = fits(gpus, states, requirements, self.matching.value, budget, in_use=not self._empty)
+        outcome = fits(gpus, states, requirements, self.matching.value, budget, in_use=not self._ideal)
         if alike is not None:
             self._outcomes[_room_in(self._outcomes, alike)] = outcome
         return outcome
@@ -299,7 +299,7 @@ class Feasibility:
 
     def _refuses_all(self, request: DeviceRequest, node: str) -> bool:
         """Whether the scheduler refuses a request for all devices there, since some of them are in use."""
-        return not self._empty and any(is_in_use(entry, request.selector.on(entry)) for entry in self.fleet.nodes[node])
+        return not self._ideal and any(is_in_use(entry, request.selector.on(entry)) for entry in self.fleet.nodes[node])
 
 
 def _room_in(memory: dict[T, Any], key: T, most: int = MAX_ANSWERS) -> T:

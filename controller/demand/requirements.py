@@ -183,7 +183,8 @@ def _texts(selectors: Iterable[DeviceSelector]) -> Iterator[str]:
 def _capacity_conditions(driver: str, amounts: Mapping[str, str | int]) -> Iterator[str]:
     """Requested capacities as CEL conditions.
 
-    The scheduler compares names as the slices spell them (1.37.1), and ours have no domain.
+    The scheduler compares names as the slices spell them (1.37.1). Ours have no domain: no device has a capacity whose
+    name has one.
     """
     for name, amount in sorted(amounts.items()):
         there = f'"{name}" in device.capacity["{driver}"]'

@@ -1,4 +1,8 @@
-"""MIG partitions of GPUs, and their MIG mode. Every method can be repeated; the caller holds the GPU's lock."""
+"""MIG partitions of GPUs, and their MIG mode.
+
+Every method can be repeated. The caller of a method that changes a GPU holds the GPU's lock; without it, what a method
+returns may be outdated at once.
+"""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class PlanFollower:
         layouts: Layouts = NO_LAYOUTS,
         timing: ModeTiming = PLUGIN_TIMING,
     ) -> None:
-        self.memory, self.mode = memory, ModeChoice(instructions, inventory, fields, memory, timing)
+        self.memory, self.mode_choice = memory, ModeChoice(instructions, inventory, fields, memory, timing)
         self._instructions, self._inventory, self._fields = instructions, inventory, fields
         self._changes, self._layouts = changes, layouts
         self._lock = threading.Lock()
@@ -84,14 +84,16 @@ class PlanFollower:
     def published(self, slices: PresentSlices) -> list[PublishedGpu]:
         """The devices to publish now, given the node's ``slices`` at the API server."""
         with self._lock:
-            mode_changed = self.mode.choose()
+            mode_changed = self.mode_choice.choose()
             last = self.publication
             # A kubelet that starts, or that has not seen the plugin for long, deletes the slices.
             before = last.names if self._has_published else {*slices.device_names(), *self.memory.now.published}
-            if self.mode.is_waiting and (before or not self.mode.awaits_plan()):
-                self.mode.stop_waiting()
+            if self.mode_choice.is_waiting and (before or not self.mode_choice.awaits_plan()):
+                self.mode_choice.stop_waiting()
                 mode_changed = True
-            policy = PublishPolicy(offers=frozenset()) if self.mode.is_waiting else self._policy(frozenset(before))
+            policy = (
+                PublishPolicy(offers=frozenset()) if self.mode_choice.is_waiting else self._policy(frozenset(before))
+            )
             gpus, left_out = self._without_lost_counters(self._inventory.published(policy), slices)
             self._publish(gpus, left_out, policy)
             differs = self.publication != last
@@ -109,7 +111,7 @@ class PlanFollower:
     def update_mode(self) -> None:
         """Change the mode if it is time to."""
         with self._lock:
-            changed = self.mode.choose() or (self.mode.is_waiting and not self.mode.awaits_plan())
+            changed = self.mode_choice.choose() or (self.mode_choice.is_waiting and not self.mode_choice.awaits_plan())
         if changed:
             self._changes.report(NodeChange.MODE)
 
@@ -133,7 +135,7 @@ class PlanFollower:
         )
 
     def _policy(self, before: frozenset[str]) -> PublishPolicy:
-        mode, plan, answer = self.mode.mode, self._instructions.plan(), self.mode.answer()
+        mode, plan, answer = self.mode_choice.mode, self._instructions.plan(), self.mode_choice.answer()
         if answer is not None and mode is PlanMode.PLANNED:
             self.memory.change(durable=False, offer_mode=answer.offer_mode)
         held = plan.spec.held_devices if plan is not None else frozenset()

@@ -51,7 +51,7 @@ OF_THE_CLAIM = {ReasonCode.NO_SUCH_CLASS, ReasonCode.SELECTOR_REFUSED}
 """Permanent reasons that hold whatever GPUs there are."""
 
 
-Condition = tuple[Nodes, bytes]
+NodeCondition = tuple[Nodes, bytes]
 
 
 def reason_of(pending: PendingClaim, reasoning: Reasoning, unreported: UnreportedNodes) -> ClaimReason | None:
@@ -112,8 +112,8 @@ class KnownReasons:
     """Reasons of requirements, which hold until a GPU, a Node or, unless they are permanent, a holder changes."""
 
     def __init__(self) -> None:
-        self.permanent: dict[tuple[ClaimRequirements, Condition], Reason | None] = {}
-        self.present: dict[tuple[ClaimRequirements, Condition], Reason | None] = {}
+        self.permanent: dict[tuple[ClaimRequirements, NodeCondition], Reason | None] = {}
+        self.present: dict[tuple[ClaimRequirements, NodeCondition], Reason | None] = {}
         self.tainted: dict[Hashable, tuple[Feasibility, KnownReasons]] = {}
         """By DeviceTaintRules and selectors: the GPUs as a claim sees that does not tolerate the rules."""
         self._fleets: tuple[Fleet, Fleet, Eligibility] | None = None
@@ -140,8 +140,8 @@ class Reasoning:
         self._feasibility = queue.feasibility
         self._everywhere: Nodes = frozenset(queue.feasibility.fleet.nodes)
         self._selected: dict[Hashable, SelectedGpus] = {}
-        self._availabilities: dict[tuple[DeviceRequest, Condition], Availability] = {}
-        self._excluded: dict[Condition, Mapping[str, Excluded]] = {}
+        self._availabilities: dict[tuple[DeviceRequest, NodeCondition], Availability] = {}
+        self._excluded: dict[NodeCondition, Mapping[str, Excluded]] = {}
         self._of_gang: dict[Gang, Reason | None] = {}
 
     def of_claim_or_gang(self, pending: PendingClaim) -> Reason | None:

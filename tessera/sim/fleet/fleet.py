@@ -106,7 +106,7 @@ class SimulatedFleet:
         return sum(node.published for node in self._nodes.values())
 
     def __str__(self) -> str:
-        follow = sum(node.follower.mode.mode is PlanMode.PLANNED for node in self._nodes.values())
+        follow = sum(node.follower.mode_choice.mode is PlanMode.PLANNED for node in self._nodes.values())
         return f"{len(self._nodes)} nodes, {follow} follow the controller; {self._kubelets}"
 
     def _plans_changed(self, changes: Sequence[Change[GpuNodePlan]]) -> None:

@@ -127,7 +127,7 @@ class FleetNode:
         self._publisher = Publisher(client, self.pool, self, fields, slices, slices, loop)
         report = PlanReport(self.follower, self.inventory, instructions)
         self._plan_status = PlanStatusWriter(client, self.name, instructions, report, loop=loop)
-        self._fence_release = FenceRelease(client, settings.namespace, self.pool, self.follower.mode, loop)
+        self._fence_release = FenceRelease(client, settings.namespace, self.pool, self.follower.mode_choice, loop)
         changes.subscribe(NodeChange.MODE, self.plan_changed)
         changes.subscribe(NodeChange.PUBLISHED, self._plan_status.notify)
 
@@ -170,5 +170,5 @@ class FleetNode:
         self._fence_release.notify()
 
     def _held_changed(self) -> None:
-        self._publisher.notify_within(self.follower.mode.held_lag_seconds)
+        self._publisher.notify_within(self.follower.mode_choice.held_lag_seconds)
         self._plan_status.notify()

@@ -115,7 +115,7 @@ class FleetNode:
             threading.Thread(target=loop, args=(stop,), daemon=True).start()
 
     def held_changed(self) -> None:
-        self.publisher.notify_within(self.follower.mode.held_lag_seconds if self._mode is Mode.CURATED else 0.0)
+        self.publisher.notify_within(self.follower.mode_choice.held_lag_seconds if self._mode is Mode.CURATED else 0.0)
         if self._mode is Mode.CURATED:
             self._plan_status.notify()
 
@@ -136,7 +136,7 @@ class FleetNode:
     def settled(self) -> bool:
         """Follows the plan, and its slices have nothing that the plan doesn't."""
         plan = self._word.plan()
-        planned = plan is not None and self.follower.mode.mode is PlanMode.PLANNED
+        planned = plan is not None and self.follower.mode_choice.mode is PlanMode.PLANNED
         if not planned or plan is None:
             return False
         spec = plan.spec

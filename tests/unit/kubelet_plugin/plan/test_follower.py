@@ -109,14 +109,14 @@ def followed(node: NodeUnderTest) -> Followed:
 
 def test_without_a_controller_everything_that_fits_is_offered(followed: Followed) -> None:
     assert followed.published() == followed.node.offered(0)
-    assert followed.follower.mode.mode is PlanMode.STANDALONE
+    assert followed.follower.mode_choice.mode is PlanMode.STANDALONE
 
 
 def test_a_first_plan_takes_nothing_away(followed: Followed) -> None:
     everything = followed.published()
     followed.told(PlanSpec(offers=followed.offers(SMALL)))
     assert followed.published() == everything
-    assert followed.follower.mode.mode is PlanMode.PLANNED
+    assert followed.follower.mode_choice.mode is PlanMode.PLANNED
 
 
 def test_what_was_withdrawn_goes_and_the_rest_stays(followed: Followed) -> None:
@@ -229,7 +229,7 @@ class TestALostController:
         everything = planned.published()
         planned.controller.is_alive = True
         assert planned.published() == everything
-        assert planned.follower.mode.mode is PlanMode.STANDALONE
+        assert planned.follower.mode_choice.mode is PlanMode.STANDALONE
 
     def test_a_restart_of_the_plugin_goes_on_as_planned_until_its_patience_ends(self, planned: Followed) -> None:
         planned.start()
@@ -246,7 +246,7 @@ class TestALostController:
     def test_unreadable_memory_means_alone(self, planned: Followed) -> None:
         (planned.node.root / "state" / "plan.json").write_text("{")
         planned.start()
-        assert planned.follower.mode.mode is PlanMode.STANDALONE
+        assert planned.follower.mode_choice.mode is PlanMode.STANDALONE
 
 
 def test_a_plan_that_is_deleted_means_alone_after_a_while(followed: Followed) -> None:
@@ -275,11 +275,11 @@ class TestANewNode:
 
     def test_it_offers_nothing_before_its_first_plan_and_then_what_that_says(self, new: Followed) -> None:
         assert new.published() == set()
-        assert new.follower.mode.is_waiting
+        assert new.follower.mode_choice.is_waiting
         new.told(PlanSpec(offers=new.offers(SMALL)))
         new.controller.is_alive = False  # no renewal was seen yet
         assert new.published() == {SMALL}
-        assert not new.follower.mode.is_waiting
+        assert not new.follower.mode_choice.is_waiting
         new.now += MODE_SPREAD_SECONDS / 4
         new.controller.is_alive = True
         assert new.published() == {SMALL}
@@ -291,14 +291,14 @@ class TestANewNode:
         new.follower.update_mode()
         assert new.changes == changes + 1
         assert new.published() == new.node.offered(0)
-        assert new.follower.mode.mode is PlanMode.STANDALONE
+        assert new.follower.mode_choice.mode is PlanMode.STANDALONE
 
     def test_it_is_standalone_as_soon_as_it_knows_that_there_is_no_controller(self, new: Followed) -> None:
         assert new.published() == set()
-        assert new.follower.mode.unplanned_epoch() is None
+        assert new.follower.mode_choice.unplanned_epoch() is None
         new.has_controller = False
         assert new.published() == new.node.offered(0)
-        assert new.follower.mode.unplanned_epoch() is not None
+        assert new.follower.mode_choice.unplanned_epoch() is not None
 
     def test_a_node_with_held_devices_or_slices_is_not_new(self, new: Followed) -> None:
         new.in_slices = {OTHER}
@@ -342,7 +342,7 @@ class TestCompletePublication:
         epoch = followed.status().epoch
         followed.complete = True
         assert followed.published() == everything
-        assert followed.follower.mode.unplanned_epoch() not in {None, epoch}
+        assert followed.follower.mode_choice.unplanned_epoch() not in {None, epoch}
         followed.complete = False
         assert followed.published() == everything
         followed.told(PlanSpec(offers=followed.offers(SMALL), withdrawn=(FULL,)))
@@ -358,7 +358,7 @@ class TestCompletePublication:
     def test_without_counters_at_the_api_server_it_has_no_effect(self, complete: Followed) -> None:
         complete.dropped = (COUNTERS_FIELD,)
         assert complete.published() == {FULL}
-        assert complete.follower.mode.mode is PlanMode.STANDALONE
+        assert complete.follower.mode_choice.mode is PlanMode.STANDALONE
 
 
 def slices_of(followed: Followed) -> dict[str, Content]:
@@ -441,7 +441,7 @@ def test_a_change_of_mode_that_publishing_finds_is_told(followed: Followed) -> N
     before = followed.changes
     followed.now += MODE_SPREAD_SECONDS
     followed.published()
-    assert followed.follower.mode.mode is PlanMode.STANDALONE
+    assert followed.follower.mode_choice.mode is PlanMode.STANDALONE
     assert followed.changes == before + 1
 
 
@@ -462,7 +462,7 @@ def test_what_is_published_never_goes_to_make_room(node: NodeUnderTest) -> None:
 def test_alone_nothing_is_closed(followed: Followed) -> None:
     followed.node.preparer.prepare(followed.node.api.allocate("infer", SMALL))
     followed.told(PlanSpec(epoch="another", offers=followed.offers(OTHER)))
-    assert followed.follower.mode.mode is PlanMode.STANDALONE
+    assert followed.follower.mode_choice.mode is PlanMode.STANDALONE
     assert closed(followed) == set()
 
 
@@ -617,7 +617,7 @@ class TestOfferModes:
         followed.now += FIRST_PLAN_TIMEOUT_SECONDS + MODE_SPREAD_SECONDS
         assert followed.published() == {SMALL}
         assert followed.published(1) == {"gpu-1"}
-        assert followed.follower.mode.mode is PlanMode.STANDALONE
+        assert followed.follower.mode_choice.mode is PlanMode.STANDALONE
 
     def test_a_downgraded_api_server_keeps_the_counters_of_slices_that_have_them(self, followed: Followed) -> None:
         before = in_slices(followed)
