@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -120,12 +120,13 @@ class ChooseStage:
         plans, devices = seen.snapshot.plans, seen.devices
         planned = self._planner.plan(seen.queue, devices)
         nominated = self._nominated.update(seen.queue, devices.offered)
-        needed = () if seen.queued is None else countable(seen.queued)
-        if needed or self._listed_for is not seen.nodes:
-            self._listed = self._listed_devices.update(seen.fleet, seen.nodes.following, needed)
-            self._listed_for = None if needed else seen.nodes
-        # Listed devices would keep disjoint offers that overlap them waiting.
-        listed = self._listed if seen.mode is OfferMode.COUNTERS else ()
+        listed: Collection[Offer] = ()
+        if seen.mode is OfferMode.COUNTERS:  # listed devices would keep disjoint offers that overlap them waiting
+            needed = () if seen.queued is None else countable(seen.queued)
+            if needed or self._listed_for is not seen.nodes:
+                self._listed = self._listed_devices.update(seen.fleet, seen.nodes.following, needed)
+                self._listed_for = None if needed else seen.nodes
+            listed = self._listed
         return ChosenOffers(
             planned,
             wanted=frozenset(devices.offerable({*planned.offers, *nominated}, plans)),
