@@ -20,7 +20,7 @@ class NodeEventSink(Protocol):
 
 
 class NodeChange(StrEnum):
-    """What has changed; the comment names the part that reports it."""
+    """A change on the node; the comment names the part that reports it."""
 
     KEPT_FIELDS = "kept-fields"  # KeptFields: perhaps which fields of devices the API server keeps
     PLAN = "plan"  # WatchedInstructions: the plan, whether there is a controller, whether Tessera is being uninstalled

@@ -96,7 +96,7 @@ class ExplainStage:
 def decided_view(
     snapshot: Snapshot, devices: DeviceIndex, queue: Queue, reasons: Mapping[str, ClaimReason]
 ) -> ClusterView:
-    """What was decided from, for another thread: what that finds out is not added to what the next decision knows."""
+    """The view of a decision, for another thread, whose results the next decision does not remember."""
     present = queue.feasibility
     apart = queue.on(Feasibility(present.fleet, present.matching, imagined=True))
     return ClusterView(snapshot, present.fleet, devices, apart, decided=reasons)

@@ -81,7 +81,7 @@ class ClusterView:
 
     @cached_property
     def situation(self) -> Situation:
-        """What can be read of the situation; fence and heartbeat are read if they may matter."""
+        """The situation; fence and heartbeat are read only if they may matter."""
         devices, snapshot, reads = self.devices, self.snapshot, self.reads
         asked = reads if self.queue.pending else None
         fenced = frozenset[PoolDevice]() if asked is None else asked.fenced()
@@ -127,7 +127,7 @@ class EventMessage(Struct, frozen=True):
 
 
 class ClusterReads(Lookups):
-    """What is read in addition to the objects in a snapshot, if it is needed; None: this account may not read it."""
+    """Reads of single objects that no snapshot has. None: this account may not read them."""
 
     def __init__(self, client: KubeClient, namespace: str | None) -> None:
         """``namespace``: that of this controller, a standby of the leader; None: found by the heartbeat."""

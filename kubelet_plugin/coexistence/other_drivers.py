@@ -119,7 +119,7 @@ def owners_of(
 ) -> dict[str, OtherDriver]:
     """The owner of each GPU in ``ours`` that belongs to another driver, by UUID; the first if there are several.
 
-    Of a driver that does not publish its GPUs, ``excluded`` tells how many ``--exclude-gpus`` leaves to it. Unless
+    Of a driver that does not publish its GPUs, ``excluded`` is the number that ``--exclude-gpus`` leaves to it. Unless
     ``trusting`` (``--neighbours exclude``), that is ignored if the driver offers more GPUs.
     """
     owners: dict[str, OtherDriver] = {}

@@ -34,7 +34,7 @@ PLAN_FILE = msgspec.json.Decoder(PlanMemory)
 
 
 class RememberedPlan:
-    """The memory at present, which this class keeps over no restart.
+    """The present memory of this process; a subclass saves it for the next one.
 
     ``is_new``: nothing that can be read had been ``saved`` when this process started.
     """
@@ -65,13 +65,14 @@ class PlanFile(RememberedPlan):
 
     def __init__(self, state_dir: Path) -> None:
         self._path = state_dir / "plan.json"
+        saved: PlanMemory | None = None
         try:
-            super().__init__(PLAN_FILE.decode(self._path.read_bytes()))
+            saved = PLAN_FILE.decode(self._path.read_bytes())
         except FileNotFoundError:
-            super().__init__(None)
+            pass
         except (OSError, msgspec.MsgspecError) as error:
             log.warning("can't read the plan mode of the last start", extra={"error": f"{self._path}: {error}"})
-            super().__init__(None)
+        super().__init__(saved)
 
     def save(self, memory: PlanMemory, *, durable: bool) -> None:
         write_atomically(self._path, msgspec.json.encode(memory), durable=durable)

@@ -63,8 +63,8 @@ class KeptChanges(ChangeNotifier):
         self._kept = kept
 
     def report(self, change: NodeChange) -> None:
-        told = {NodeChange.PREPARED: ["held"], NodeChange.RELEASED: ["let go"]}
-        self._kept += told.get(change, [])
+        words = {NodeChange.PREPARED: ["held"], NodeChange.RELEASED: ["let go"]}
+        self._kept += words.get(change, [])
 
 
 def usual_host(simulated: SimulatedNode) -> Host:
