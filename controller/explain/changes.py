@@ -25,12 +25,15 @@ MAX_TRIED = 20_000
 """Sets of claims that are tried on one node in the search for the smallest."""
 
 MAX_NODES = 64
-"""Nodes on which releases and changes of single GPUs are tried."""
+"""Nodes on which releases, and changes of several GPUs, are tried."""
+
+MAX_UNITS = 512
+"""GPUs, or nodes, of which each is tried without what keeps it from use."""
 
 MAX_CHANGES = 5
 """Changes of one kind that are listed."""
 
-OF_THE_CLAIM = {"count", "constraint"}
+REQUEST_CHANGES = {"count", "constraint"}
 """Kinds of changes after which the claim asks for something else."""
 
 
@@ -73,7 +76,7 @@ def changes_that_help(reasoning: Reasoning, pending: PendingClaim) -> list[Helpf
         changes += _of_nodes(reasoning, pending, requirements)
         changes += _of_count(feasibility, requirements, nodes)
         changes += _of_constraints(feasibility, requirements, nodes)
-    if all(change.kind in OF_THE_CLAIM for change in changes):
+    if all(change.kind in REQUEST_CHANGES for change in changes):
         several = map(partial(_of_several, feasibility, queue.holders), alternatives, seen)
         changes = [*filter(None, several), *changes]
     failures = [availability.request.name for available in seen for availability in available if availability.failure]
@@ -125,7 +128,7 @@ def _fewest(
 ) -> tuple[tuple[str, ...] | None, bool]:
     """At most ``limit`` of ``holders`` to end; and whether there are certainly no fewer.
 
-    Sets are tried by size. If there are too many, claims are kept one by one as long as it fits without the others.
+    Sets are tried by size. If there are too many, claims are left out one by one while the rest is enough.
     """
 
     def enough(ended: Iterable[str]) -> bool:
@@ -140,32 +143,35 @@ def _fewest(
     for size in range(1, limit + 1):
         tried += comb(len(holders), size)
         if tried > MAX_TRIED:
-            break
+            ended = tuple(holders)
+            for holder in holders:
+                others = tuple(claim for claim in ended if claim != holder)
+                ended = others if enough(others) else ended
+            return (ended if len(ended) <= limit else None), False
         fewest = next((chosen for chosen in combinations(holders, size) if enough(chosen)), None)
         if fewest is not None:
             return fewest, True
-    else:
-        return None, True
-    ended = list(holders)
-    for holder in holders:
-        others = [claim for claim in ended if claim != holder]
-        if enough(others):
-            ended = others
-    return (tuple(ended) if len(ended) <= limit else None), False
+    return None, True
 
 
-TOGETHER = {Obstacle.CLOSED, Obstacle.TAINTED}
+NODE_WIDE_OBSTACLES = {Obstacle.CLOSED, Obstacle.TAINTED}
 """Obstacles that one action removes from all GPUs of a node."""
 
 
-def _hindered_by_node(available: Sequence[Availability]) -> Iterator[tuple[Obstacle, tuple[FleetGpu, ...]]]:
+def _limited_by_node(available: Sequence[Availability]) -> Iterator[tuple[Obstacle, tuple[FleetGpu, ...]]]:
     """The GPUs of a node that an obstacle keeps from use, for each node and obstacle."""
-    hindered: dict[tuple[str, Obstacle], dict[str, FleetGpu]] = {}
+    limited: dict[tuple[str, Obstacle], dict[str, FleetGpu]] = {}
     for availability in available:
-        for obstacle, gpus in availability.selected.hindered.items():
-            for fleet_gpu in gpus if obstacle is not Obstacle.EXCLUDED else ():
-                hindered.setdefault((fleet_gpu.node, obstacle), {})[fleet_gpu.gpu.uuid] = fleet_gpu
-    yield from ((obstacle, tuple(gpus.values())) for (_, obstacle), gpus in hindered.items())
+        for obstacle, gpus in availability.selected.limited.items():
+            for fleet_gpu in gpus:
+                limited.setdefault((fleet_gpu.node, obstacle), {})[fleet_gpu.gpu.uuid] = fleet_gpu
+    yield from ((obstacle, tuple(gpus.values())) for (_, obstacle), gpus in limited.items())
+
+
+def _fleet_without(feasibility: Feasibility, gpus: Sequence[FleetGpu], obstacle: Obstacle) -> Fleet:
+    """The GPUs of the node of ``gpus``, as if ``obstacle`` were removed from ``gpus``."""
+    of_node = feasibility.fleet.nodes[gpus[0].node]
+    return Fleet.of(without(entry, obstacle) if entry in gpus else entry for entry in of_node)
 
 
 def _of_gpus(
@@ -173,17 +179,14 @@ def _of_gpus(
 ) -> Iterator[HelpfulChange]:
     """Single GPUs, or nodes, without what keeps them from use."""
     units = [
-        (obstacle, gpus if obstacle in TOGETHER else (entry,))
-        for obstacle, gpus in _hindered_by_node(available)
-        for entry in (gpus[:1] if obstacle in TOGETHER else gpus)
+        (obstacle, gpus if obstacle in NODE_WIDE_OBSTACLES else (entry,))
+        for obstacle, gpus in _limited_by_node(available)
+        for entry in (gpus[:1] if obstacle in NODE_WIDE_OBSTACLES else gpus)
     ]
     helping: dict[Obstacle, list[FleetGpu]] = {}
-    for obstacle, gpus in units[: MAX_NODES * 8]:
-        node = gpus[0].node
-        changed = Fleet.of(
-            without(entry, obstacle) if entry in gpus else entry for entry in feasibility.fleet.nodes[node]
-        )
-        if node in nodes and feasibility.would_fit(list(changed), requirements):
+    for obstacle, gpus in units[:MAX_UNITS]:
+        changed = _fleet_without(feasibility, gpus, obstacle)
+        if gpus[0].node in nodes and feasibility.would_fit(list(changed), requirements):
             helping.setdefault(obstacle, []).append(gpus[0])
     paused = [gpu for gpu in helping.get(Obstacle.CLOSED, ()) if PAUSED in gpu.closed]
     if paused:
@@ -214,22 +217,18 @@ def _of_several(
 ) -> HelpfulChange | None:
     """The fewest GPUs of a node without what keeps them from use, and the claims of the node that must end, too."""
     best: tuple[int, Obstacle, tuple[FleetGpu, ...], tuple[str, ...]] | None = None
-    for obstacle, hindered in islice(_hindered_by_node(available), MAX_NODES):
-        node, freed = hindered[0].node, hindered
-
-        def changed(gone: Sequence[FleetGpu], node: str = node, obstacle: Obstacle = obstacle) -> Fleet:
-            gpus = feasibility.fleet.nodes[node]
-            return Fleet.of(without(entry, obstacle) if entry in gone else entry for entry in gpus)
-
-        if not feasibility.would_fit([*changed(freed).unheld], requirements):
+    for obstacle, limited in islice(_limited_by_node(available), MAX_NODES):
+        freed, fleet, ended = limited, _fleet_without(feasibility, limited, obstacle), tuple[str, ...]()
+        if not feasibility.would_fit(list(fleet.unheld), requirements):
             continue
-        for entry in sorted(hindered, key=_effort, reverse=True) if obstacle not in TOGETHER else ():
+        for entry in sorted(limited, key=_effort, reverse=True) if obstacle not in NODE_WIDE_OBSTACLES else ():
             others = tuple(gpu for gpu in freed if gpu is not entry)
-            freed = others if feasibility.would_fit(list(changed(others).unheld), requirements) else freed
-        fleet, ended = changed(freed), tuple[str, ...]()
+            changed = _fleet_without(feasibility, others, obstacle) if others else fleet
+            if others and feasibility.would_fit(list(changed.unheld), requirements):
+                freed, fleet = others, changed
         if not feasibility.would_fit(list(fleet), requirements):
             imagined = Feasibility(fleet, feasibility.matching, imagined=True)
-            release = smallest_release(imagined, requirements, frozenset({node}), claim_of)
+            release = smallest_release(imagined, requirements, frozenset({limited[0].node}), claim_of)
             if release is None:
                 continue
             ended = release.claims

@@ -1,4 +1,7 @@
-"""Events of the controller: on pending claims, on unreadable objects, and on nodes with faulty labels."""
+"""Reports reasons and faulty objects as Events: on pending claims, on unreadable objects, on nodes with faulty labels.
+
+The sentences of reasons come from ``controller.explain.sources``.
+"""
 
 from __future__ import annotations
 

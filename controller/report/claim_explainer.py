@@ -200,7 +200,7 @@ class Explainer:
 def _products(available: Availability) -> Iterator[ProductCount]:
     by_product: dict[str, list[tuple[str, bool]]] = {}
     for gpu in available.selected.gpus:
-        obstacle = "" if gpu.obstacle is None else gpu.obstacle.value
+        obstacle = "" if gpu.blocked_by is None else gpu.blocked_by.value
         by_product.setdefault(gpu.entry.gpu.product_name, []).append((obstacle, gpu.now > 0))
     for product, gpus in sorted(by_product.items()):
         free = sum(now for obstacle, now in gpus if not obstacle)

@@ -20,8 +20,11 @@ PAGE_SIZE = 500
 
 T = TypeVar("T")
 
+ANY_NODE = ""
+"""The node of devices that several nodes can use, as their slices name it."""
+
 DevicesByNode = Mapping[str, Collection[tuple[str, str]]]
-"""Pool and name of the devices of each node; of the node "" those that several nodes can use."""
+"""Pool and name of the devices of each node, or of ANY_NODE."""
 
 
 class ListMeta(msgspec.Struct, frozen=True, rename={"resource_version": "resourceVersion", "next_page": "continue"}):

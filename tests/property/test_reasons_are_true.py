@@ -50,7 +50,7 @@ def test_everything_that_is_said_of_a_claim_is_true(there: Situation) -> None:
 @given(situations())
 def test_if_the_end_of_claims_would_help_the_fewest_are_named(there: Situation) -> None:
     reasoning, pending = reasoning_of(there)
-    reason = reasoning.of(pending)
+    reason = reasoning.reason(pending)
     releases = [each for each in changes_that_help(reasoning, pending) if each.kind == "release"]
     if reason is not None and not reason.permanent:
         assert len(releases) == 1, reason.sentence

@@ -25,7 +25,7 @@ SHOWN = 3
 
 
 class Obstacle(StrEnum):
-    """What keeps a GPU from providing any of the selected devices, whatever is held on it."""
+    """What keeps a GPU from providing selected devices, whatever is held on it; CLOSED: its node accepts no offers."""
 
     EXCLUDED = "on nodes where the pod can't run"
     CLOSED = "node closed"
@@ -50,7 +50,7 @@ class SelectedGpu:
     """One GPU that has selected devices.
 
     ``most`` of them could be allocated at once if nothing were held, ``now`` can be at present; both are 0 on an
-    excluded node. ``hindrance``: what keeps it from providing some of the devices; ``obstacle``: the same where it
+    excluded node. ``limited_by``: what keeps it from providing some of the devices; ``blocked_by``: the same where it
     keeps it from all. ``detail`` is what messages have in brackets.
     """
 
@@ -58,14 +58,14 @@ class SelectedGpu:
     matches: Matches
     most: int
     now: int
-    obstacle: Obstacle | None = None
-    hindrance: Obstacle | None = None
+    blocked_by: Obstacle | None = None
+    limited_by: Obstacle | None = None
     detail: str = ""
 
     @property
     def is_held(self) -> bool:
         """Whether only held devices keep it from providing a device."""
-        return self.obstacle is None and not self.now
+        return self.blocked_by is None and not self.now
 
     @property
     def room(self) -> float:
@@ -92,22 +92,22 @@ class SelectedGpus:
     @cached_property
     def reachable(self) -> tuple[SelectedGpu, ...]:
         """Those on nodes where the pod may run."""
-        return tuple(gpu for gpu in self.gpus if gpu.obstacle is not Obstacle.EXCLUDED)
+        return tuple(gpu for gpu in self.gpus if gpu.blocked_by is not Obstacle.EXCLUDED)
 
     @cached_property
     def usable(self) -> tuple[SelectedGpu, ...]:
         """Those that could provide a device if nothing were held."""
-        return tuple(gpu for gpu in self.reachable if gpu.obstacle is None)
+        return tuple(gpu for gpu in self.reachable if gpu.blocked_by is None)
 
     @cached_property
-    def obstacles(self) -> Mapping[Obstacle, tuple[FleetGpu, ...]]:
+    def blocked(self) -> Mapping[Obstacle, tuple[FleetGpu, ...]]:
         """The reachable GPUs that can not provide any device, whatever is held."""
-        return _grouped((gpu.obstacle, gpu.entry) for gpu in self.reachable)
+        return _grouped((gpu.blocked_by, gpu.entry) for gpu in self.reachable)
 
     @cached_property
-    def hindered(self) -> Mapping[Obstacle, tuple[FleetGpu, ...]]:
-        """The reachable GPUs that could provide more without an obstacle; they include ``obstacles``."""
-        return _grouped((gpu.hindrance, gpu.entry) for gpu in self.reachable)
+    def limited(self) -> Mapping[Obstacle, tuple[FleetGpu, ...]]:
+        """The reachable GPUs that could provide more without an obstacle; they include those that are ``blocked``."""
+        return _grouped((gpu.limited_by, gpu.entry) for gpu in self.reachable)
 
     @cached_property
     def by_node(self) -> Mapping[str, tuple[SelectedGpu, ...]]:
@@ -215,12 +215,12 @@ def _selected(entry: FleetGpu, matches: Matches, excluded: Excluded | None) -> S
     if excluded is not None:
         return SelectedGpu(entry, matches, 0, 0, Obstacle.EXCLUDED, Obstacle.EXCLUDED, excluded.text)
     most, now = most_devices(entry.unheld.state, matches), most_devices(entry.state, matches)
-    hindrance, detail = _hindrance(entry, matches)
-    keeps_all = hindrance is not None and not free_spots(entry.unheld.state, matches)
-    return SelectedGpu(entry, matches, most, now, hindrance if keeps_all else None, hindrance, detail)
+    obstacle, detail = _obstacle(entry, matches)
+    keeps_all = obstacle is not None and not free_spots(entry.unheld.state, matches)
+    return SelectedGpu(entry, matches, most, now, obstacle if keeps_all else None, obstacle, detail)
 
 
-def _hindrance(entry: FleetGpu, matches: Matches) -> tuple[Obstacle | None, str]:
+def _obstacle(entry: FleetGpu, matches: Matches) -> tuple[Obstacle | None, str]:
     if entry.closed:
         return Obstacle.CLOSED, f"its node {entry.closed}"
     if entry.fault is not None:
@@ -229,8 +229,9 @@ def _hindrance(entry: FleetGpu, matches: Matches) -> tuple[Obstacle | None, str]
         return Obstacle.TAINTED, entry.tainted
     missing = {key.type for key in matches.keys} - entry.state.kinds
     if missing:
-        meant = missing & entry.uses & ({DeviceKind.SHARE} if entry.shares_only else set(DeviceKind))
-        return (Obstacle.RESET, f"MIG {entry.gpu.mig_mode}") if meant else (Obstacle.DEDICATED, "")
+        # Kinds that the settings of the node allow, and only the present MIG mode does not: a reset brings them.
+        after_reset = missing & entry.uses & ({DeviceKind.SHARE} if entry.shares_only else set(DeviceKind))
+        return (Obstacle.RESET, f"MIG {entry.gpu.mig_mode}") if after_reset else (Obstacle.DEDICATED, "")
     return (Obstacle.FOREIGN, "") if entry.foreign else (None, "")
 
 
@@ -276,6 +277,7 @@ def with_taints(fleet: Fleet, driver: str, rules: Sequence[DeviceTaintRule], sel
 
 
 def _taints(rule: DeviceTaintRule, entry: FleetGpu, driver: str, selectors: Sequence[Selector]) -> bool:
+    """Whether ``rule`` taints every device of the GPU that ``selectors`` select."""
     device = rule.spec.device_selector.device if rule.spec.device_selector is not None else None
     if not rule.selects(driver, Pool(entry.node, driver).name, device or ""):
         return False
@@ -285,6 +287,7 @@ def _taints(rule: DeviceTaintRule, entry: FleetGpu, driver: str, selectors: Sequ
         return False
     selected = [selector.on(entry) for selector in selectors]
     spots = entry.layout.spots.items()
+    # A rule for one device taints them all if the selectors select no other device of this GPU.
     return all(name == device for name, spot in spots if any(matches.has(*spot) for matches in selected))
 
 

@@ -22,7 +22,6 @@ from controller.explain.sources import sentences
 from controller.explain.sources.availability import (
     SHOWN,
     Availability,
-    Obstacle,
     SelectedGpus,
     failure_of,
     held_by,
@@ -47,9 +46,8 @@ MAX_TAINTED = 16
 MAX_OF_ALTERNATIVE = 160
 """Characters of the reason of an alternative that is not the nearest."""
 
-OF_THE_CLAIM = {ReasonCode.NO_SUCH_CLASS, ReasonCode.SELECTOR_REFUSED}
+INDEPENDENT_OF_GPUS = {ReasonCode.NO_SUCH_CLASS, ReasonCode.SELECTOR_REFUSED}
 """Permanent reasons that hold whatever GPUs there are."""
-
 
 NodeCondition = tuple[Nodes, bytes]
 
@@ -61,7 +59,7 @@ def reason_of(pending: PendingClaim, reasoning: Reasoning, unreported: Unreporte
     permanent reason, while nodes may still report GPUs.
     """
     queue = reasoning.queue
-    reason = _qualified(reasoning.of_claim_or_gang(pending), queue, unreported)
+    reason = _qualified(reasoning.reason_with_gang(pending), queue, unreported)
     if reason is None:
         return None
     group = queue.held_back[pending.key].group.metadata if reason.code is ReasonCode.GANG else None
@@ -77,8 +75,8 @@ def _of_single_pods(
     nodes = queue.nodes(pending)
     for pod in pending.pods if len(pending.pods) > 1 else ():
         if queue.nodes_for(pod) != nodes:
-            alone = replace(pending, pods=(pod,))
-            reason = _qualified(reasoning.for_claim(alone).of(alone), queue, unreported)
+            of_one_pod = replace(pending, pods=(pod,))
+            reason = _qualified(reasoning.for_claim(of_one_pod).reason(of_one_pod), queue, unreported)
             if reason is not None and reason.permanent:
                 sentence = f"{reason.sentence}; for other pods of the claim: {others}"
                 yield pod.metadata.key, replace(reason, sentence=sentence)
@@ -86,7 +84,7 @@ def _of_single_pods(
 
 def _qualified(reason: Reason | None, queue: Queue, unreported: UnreportedNodes) -> Reason | None:
     """``reason``, if it holds although GPUs of some nodes are unknown."""
-    if reason is None or not reason.permanent or reason.code in OF_THE_CLAIM:
+    if reason is None or not reason.permanent or reason.code in INDEPENDENT_OF_GPUS:
         return reason
     if unreported.may_report:
         return None
@@ -113,20 +111,22 @@ class KnownReasons:
 
     def __init__(self) -> None:
         self.permanent: dict[tuple[ClaimRequirements, NodeCondition], Reason | None] = {}
-        self.present: dict[tuple[ClaimRequirements, NodeCondition], Reason | None] = {}
+        self.temporary: dict[tuple[ClaimRequirements, NodeCondition], Reason | None] = {}
         self.tainted: dict[Hashable, tuple[Feasibility, KnownReasons]] = {}
         """By DeviceTaintRules and selectors: the GPUs as a claim sees that does not tolerate the rules."""
-        self._fleets: tuple[Fleet, Fleet, Eligibility] | None = None
+        self._fleet: Fleet | None = None
+        self._eligibility: Eligibility | None = None
 
     def begin(self, fleet: Fleet, eligibility: Eligibility) -> None:
         """Forget what does not hold for ``fleet`` with the Nodes of ``eligibility``."""
-        before, self._fleets = self._fleets, (fleet, fleet.unheld, eligibility)
-        kept = before is not None and before[1] is fleet.unheld and before[2] is eligibility
-        if not kept or len(self.permanent) >= MAX_KNOWN:
+        before = self._fleet
+        same_gpus = before is not None and before.unheld is fleet.unheld and self._eligibility is eligibility
+        if not same_gpus or len(self.permanent) >= MAX_KNOWN:
             self.permanent.clear()
-        if not kept or before is None or before[0] is not fleet or len(self.present) >= MAX_KNOWN:
-            self.present.clear()
+        if not same_gpus or before is not fleet or len(self.temporary) >= MAX_KNOWN:
+            self.temporary.clear()
             self.tainted.clear()
+        self._fleet, self._eligibility = fleet, eligibility
 
 
 class Reasoning:
@@ -144,9 +144,9 @@ class Reasoning:
         self._excluded: dict[NodeCondition, Mapping[str, Excluded]] = {}
         self._of_gang: dict[Gang, Reason | None] = {}
 
-    def of_claim_or_gang(self, pending: PendingClaim) -> Reason | None:
+    def reason_with_gang(self, pending: PendingClaim) -> Reason | None:
         """The permanent reason of ``pending``, that of its gang, or its temporary one."""
-        reason, gang = self.for_claim(pending).of(pending), self.queue.held_back.get(pending.key)
+        reason, gang = self.for_claim(pending).reason(pending), self.queue.held_back.get(pending.key)
         if gang is None or (reason is not None and reason.permanent):
             return reason
         if gang not in self._of_gang:
@@ -173,34 +173,36 @@ class Reasoning:
         feasibility, known_reasons = self.known.tainted[key]
         return Reasoning(queue.on(feasibility), known_reasons)
 
-    def of(self, pending: PendingClaim) -> Reason | None:
+    def reason(self, pending: PendingClaim) -> Reason | None:
         """Why no free device satisfies ``pending``; None if one does, or if the search is undecided."""
         queue = self.queue
         alternatives = queue.requirements(pending)
         if isinstance(alternatives, RefusedRequest):
-            return self._alone(pending)
+            return self._reason_alone(pending)
         for claim, request in queue.matching_held:
-            if claim.key == pending.key and (reason := self._selects_nothing(request, pending)) is not None:
+            if claim.key == pending.key and (reason := self._no_match_reason(request, pending)) is not None:
                 return reason
         if not alternatives or queue.found(pending).outcome is not SearchOutcome.NONE:
             return None
-        alone = self._alone(pending)
+        alone = self._reason_alone(pending)
         if alone is None or (
             not alone.permanent and len(queue.companions(pending)) > 1 and self._pod_is_impossible(pending)
         ):
-            return self._of_pod(pending)
+            return self._pod_reason(pending)
         return alone
 
-    def _alone(self, pending: PendingClaim) -> Reason | None:
+    def _reason_alone(self, pending: PendingClaim) -> Reason | None:
         """Why a claim can not be satisfied, whatever other claims its pods have; None if it could."""
         alternatives = self.queue.requirements(pending)
         if isinstance(alternatives, RefusedRequest):
             return Reason(ReasonCode(alternatives.code), alternatives.sentence, permanent=True)
-        reasons = list(filter(None, (self._of_requirements(requirements, pending) for requirements in alternatives)))
+        reasons = list(
+            filter(None, (self._requirements_reason(requirements, pending) for requirements in alternatives))
+        )
         if len(reasons) < len(alternatives) or not reasons:
             return None
         best = max(reasons, key=lambda reason: reason.nearness)
-        return best if len(alternatives) == 1 else self._of_alternatives(best, reasons, pending)
+        return best if len(alternatives) == 1 else self._with_alternatives(best, reasons, pending)
 
     def availability(self, request: DeviceRequest, pending: PendingClaim) -> Availability:
         key = (request, self.queue.condition(pending))
@@ -220,7 +222,7 @@ class Reasoning:
             self._excluded[condition] = self.queue.excluded(pending)
         return self._excluded[condition]
 
-    def _of_alternatives(self, best: Reason, reasons: list[Reason], pending: PendingClaim) -> Reason:
+    def _with_alternatives(self, best: Reason, reasons: list[Reason], pending: PendingClaim) -> Reason:
         names = [
             request.name_of(alternative)
             for request in pending.claim.spec.devices.requests
@@ -235,7 +237,7 @@ class Reasoning:
             also += f": {'; '.join(texts[:SHOWN])}"
         return replace(best, sentence=f"{best.sentence} (of the alternatives {listed(names, 8)} the nearest{also})")
 
-    def _selects_nothing(self, request: DeviceRequest, pending: PendingClaim) -> Reason | None:
+    def _no_match_reason(self, request: DeviceRequest, pending: PendingClaim) -> Reason | None:
         """Why a request that matches held devices, too, has none at all on the nodes of ``pending``."""
         nodes = self.queue.nodes(pending)
         if self._feasibility.kinds(request.selector, nodes):
@@ -246,27 +248,27 @@ class Reasoning:
         what = f"request {request.name}: what it selects is only"
         return sentences.only_elsewhere(what, there, self.excluded(pending), nodes)
 
-    def _of_requirements(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
+    def _requirements_reason(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
         """Why a claim cannot be satisfied even alone; None if it can."""
         key, remembered = (requirements, self.queue.condition(pending)), self.known
-        if key not in remembered.permanent and key not in remembered.present:
-            reason = self._permanent(requirements, pending)
-            # The steps to another MIG mode begin with a GPU on which nothing is held.
-            lasts = reason is None or reason.code is not ReasonCode.RESET
-            (remembered.permanent if lasts else remembered.present)[key] = reason
+        if key not in remembered.permanent and key not in remembered.temporary:
+            reason = self._permanent_reason(requirements, pending)
+            # The sentence about a reset names a GPU on which nothing is held: it is made again when a holder changes.
+            outlives_holders = reason is None or reason.code is not ReasonCode.RESET
+            (remembered.permanent if outlives_holders else remembered.temporary)[key] = reason
         if (permanent := remembered.permanent.get(key)) is not None:
             return permanent
-        if key not in remembered.present:
-            remembered.present[key] = self._at_present(requirements, pending)
-        return remembered.present[key]
+        if key not in remembered.temporary:
+            remembered.temporary[key] = self._temporary_reason(requirements, pending)
+        return remembered.temporary[key]
 
-    def _of_pod(self, pending: PendingClaim) -> Reason:
+    def _pod_reason(self, pending: PendingClaim) -> Reason:
         """The reason of a claim that can be satisfied alone, but not together with the other claims of its pod."""
         companions = {claim.key: claim for pod in pending.pods for claim in self.queue.of_pod(pod)}
         claims = [claim for key, claim in sorted(companions.items()) if key != pending.key]
         impossible = self._pod_is_impossible(pending)
         for claim in claims:
-            alone = self._alone(claim)
+            alone = self._reason_alone(claim)
             if alone is not None and (alone.permanent or not impossible):
                 return replace(alone, sentence=f"its pod also has the {described(claim)}: {alone.sentence}")
         at = self._feasibility.unheld if impossible else self._feasibility
@@ -285,7 +287,7 @@ class Reasoning:
     def _pod_is_impossible(self, pending: PendingClaim) -> bool:
         return self.queue.found(pending, self._feasibility.unheld).outcome is SearchOutcome.NONE
 
-    def _permanent(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
+    def _permanent_reason(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
         """Why a claim cannot be satisfied by itself even if nothing is held; None if it could or that is unknown."""
         nodes, everywhere, emptied = self.queue.nodes(pending), self._everywhere, self._feasibility.emptied
         for request in requirements.requests:
@@ -298,14 +300,14 @@ class Reasoning:
             if not emptied.could(ClaimRequirements((request,)), everywhere):
                 return sentences.too_many(self._feasibility, request, everywhere)
         if not emptied.could(requirements, everywhere):
-            return self._not_together(requirements, pending)
+            return self._not_together_reason(requirements, pending)
         if not emptied.could(requirements, nodes):
             there = sorted(emptied.nodes_for(requirements, everywhere - nodes))
             what = self._not_here(requirements, nodes)
             return sentences.only_elsewhere(what, there, self.excluded(pending), nodes)
         if self._feasibility.unheld.could(requirements, nodes):
             return None
-        return self._hindered(requirements, pending)
+        return self._obstacle_reason(requirements, pending)
 
     def _not_here(self, requirements: ClaimRequirements, nodes: Nodes) -> str:
         """What the nodes where the pod can run lack: the beginning of a sentence."""
@@ -320,7 +322,7 @@ class Reasoning:
                 return f"{asks}; no node where its pod can run has more than {most}, it would fit only"
         return "it would fit only"
 
-    def _not_together(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason:
+    def _not_together_reason(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason:
         emptied, nodes = self._feasibility.emptied, self._everywhere
         if requirements.constraints and emptied.could(ClaimRequirements(requirements.requests), nodes):
             missing = sentences.without_value(self._feasibility, requirements, nodes)
@@ -347,7 +349,7 @@ class Reasoning:
         have = "have different values" if only.distinct else "share a value"
         return f"; it asks for {request.count}, and at most {count} {have} of {only.attribute}" if count else ""
 
-    def _hindered(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
+    def _obstacle_reason(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
         """The reason where faults, settings, labels, MIG modes or foreign partitions are in the way."""
         requests, nodes = requirements.requests, self.queue.nodes(pending)
         alone = (
@@ -356,22 +358,22 @@ class Reasoning:
         first = next(alone, None)
         chosen = requests if first is None else (first,)
         selected = [self.availability(request, pending).selected for request in chosen]
-        present = {obstacle for gpus in selected for obstacle in gpus.hindered if obstacle is not Obstacle.EXCLUDED}
-        if not present:
+        obstacles = {obstacle for gpus in selected for obstacle in gpus.limited}
+        if not obstacles:
             return None
         sufficient = set()
-        for obstacle in present:  # if nothing were held and it were removed everywhere
+        for obstacle in obstacles:  # if nothing were held and it were removed everywhere
             fleet = Fleet.of(without(entry.unheld, obstacle) for entry in self._feasibility.on(nodes))
             freed = Feasibility(fleet, self._feasibility.matching, imagined=True)
             if freed.could(ClaimRequirements(chosen) if first else requirements, nodes):
                 sufficient.add(obstacle)
-        return sentences.hindered(chosen, selected, sufficient or present)
+        return sentences.obstructed(chosen, selected, sufficient or obstacles)
 
-    def _at_present(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
+    def _temporary_reason(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
         could, nodes = self._feasibility.could, self.queue.nodes(pending)
         for request in requirements.requests:
             if not could(ClaimRequirements((request,)), nodes):
-                return self._lacking(request, pending)
+                return self._held_or_fragmented_reason(request, pending)
         if could(requirements, nodes):
             return None
         available = [self.availability(request, pending) for request in requirements.requests]
@@ -381,7 +383,7 @@ class Reasoning:
             reason = sentences.together(available, "no node has all of them free at once")
         return replace(reason, sentence=reason.sentence + held_by(available, self.queue.holders))
 
-    def _lacking(self, request: DeviceRequest, pending: PendingClaim) -> Reason:
+    def _held_or_fragmented_reason(self, request: DeviceRequest, pending: PendingClaim) -> Reason:
         """The reason where GPUs have the selected devices, but not enough of them are free."""
         available, claim_of = self.availability(request, pending), self.queue.holders
         nodes = available.nodes_with_room()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements
 from controller.demand.selected_devices import SelectorFailure
 from controller.explain.reason import ClaimReason, ReasonCode
-from controller.explain.situation import Lookups, Situation
+from controller.explain.situation import Situation
 from controller.explain.sources.availability import listed, untolerated
 from controller.explain.sources.scheduler_reports import (
     SchedulerActivity,
@@ -32,8 +32,9 @@ from controller.explain.sources.scheduler_reports import (
     reported,
 )
 from controller.explain.sources.selector_sentences import failing
+from controller.explain.sources.unplaced_pods import LookedUp
 from driver.clock import Clock, seconds_time
-from driver.kube.reads import DevicesByNode
+from driver.kube.reads import ANY_NODE
 from driver.kube.types import Condition, ExactDeviceRequest, Pod
 from driver.model.device import Device
 from driver.model.offer import Offer, Spot
@@ -50,10 +51,6 @@ PUBLISHED_STEPS = 300
 
 PUBLISHING_SECONDS = 2.0
 """Time that nodes have to publish what is offered."""
-
-LOOKUP_INTERVAL_SECONDS, LOOKUP_SHARE, MAX_DRIVERS = 1.5, 20.0, 8
-"""Least time until the devices of another driver are read again, also as a multiple of the time that it takes, and the
-number of drivers for which they are kept."""
 
 DRIVER = re.compile(r"device\.driver\s*==\s*[\"']([^\"']+)[\"']")
 """The name of the driver in a selector."""
@@ -95,10 +92,7 @@ def satisfying(
 
 
 class Sightings:
-    """Remembers since when claims are pending and devices offered: the scheduler needs a moment for both.
-
-    It also keeps what other drivers publish, which is read again now and then.
-    """
+    """Remembers since when claims are pending and devices offered: the scheduler needs a moment for both."""
 
     def __init__(self, clock: Clock, *, watching: bool = True) -> None:
         """``watching``: False if there is one look only: claims are pending since their pods' creation."""
@@ -107,11 +101,12 @@ class Sightings:
         self._claims: dict[str, Since] = {}
         self._devices: dict[PoolDevice, Since] = {}
         self._late: dict[Offer, Since] = {}
-        self._devices_of: dict[str, tuple[float, DevicesByNode | None]] = {}
-        """When the devices of another driver are to be read again, and what they were."""
+        self.looked_up = LookedUp(clock)
+        """The devices that other drivers publish."""
 
     def update(self, situation: Situation) -> None:
         """Note what is there now, and forget what is not."""
+        self.looked_up.begin()
         queue = situation.queue
         waiting = (pending for pending in queue.pending if pending.key not in queue.held_back)
         claims = {_uid(pending): pending for pending in waiting if queue.requirements(pending)}
@@ -151,16 +146,6 @@ class Sightings:
         """The offers of plans that nodes have not published for a while, and since when, as messages have it."""
         latest = self._clock.monotonic() - PUBLISHING_SECONDS
         return {offer: since.text for offer, since in self._late.items() if since.at <= latest}
-
-    def devices_of(self, driver: str, lookups: Lookups) -> DevicesByNode | None:
-        """What another driver publishes, read again now and then."""
-        began = self._clock.monotonic()
-        due, devices = self._devices_of.get(driver, (-math.inf, None))
-        if began >= due:
-            devices, ended = lookups.devices_of(driver), self._clock.monotonic()
-            due = ended + max(LOOKUP_INTERVAL_SECONDS, LOOKUP_SHARE * (ended - began))
-            self._devices_of = {**dict(list(self._devices_of.items())[-MAX_DRIVERS:]), driver: (due, devices)}
-        return devices
 
     def _now(self) -> Since:
         if not self._watching:
@@ -256,7 +241,7 @@ class ClaimsDespiteOffers:
         node, condition = devices[0].gpu.node, report_of(pod)
         if node in silent:
             return ReasonCode.NOT_PUBLISHED, f"the scheduler takes nothing from node {node}, which {silent[node]}"
-        if (tainted := _taint_rule(queue, served, devices)) is not None:
+        if (tainted := _taint_text(queue, served, devices)) is not None:
             return ReasonCode.TAINTED, tainted
         if condition is None:
             is_due = self._is_overdue(pending, devices) or self._activity.is_absent(pod, self._clock)
@@ -337,8 +322,9 @@ class ClaimsDespiteOffers:
         selectors = chain.from_iterable((*classes, request.selectors))
         drivers = (DRIVER.search(selector.cel.expression) for selector in selectors if selector.cel)
         driver = next((match[1] for match in drivers if match), "")
-        devices = self._sightings.devices_of(driver, self._situation.lookups) if driver else None
-        if devices is None or "" in devices:
+        look_up = partial(self._situation.lookups.devices_of, driver)
+        devices = self._sightings.looked_up.get(driver, look_up) if driver else None
+        if devices is None or ANY_NODE in devices:  # not known, or some of its devices are not bound to a node
             return f"none that it selects{same} is free on node {node}"
         there = devices.get(node)
         if not there:
@@ -362,8 +348,8 @@ def _failure(queue: Queue, pending: PendingClaim, report: Condition) -> Selector
     return next((failure for failure in failures if failure.message in report.message), None)
 
 
-def _taint_rule(queue: Queue, served: ClaimRequirements, devices: Sequence[OfferedDevice]) -> str | None:
-    """The DeviceTaintRule that closes one of ``devices``, unless its request tolerates the taint."""
+def _taint_text(queue: Queue, served: ClaimRequirements, devices: Sequence[OfferedDevice]) -> str | None:
+    """The DeviceTaintRule that taints one of ``devices``, as text; None if all taints are tolerated."""
     requests = [request for request in served.requests for _ in range(request.count or 0)]
     for request, device in zip(requests, devices, strict=True):
         pool, name = device.name.pool, device.name.device

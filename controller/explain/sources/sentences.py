@@ -89,8 +89,8 @@ def _unusable(available: Availability) -> str:
     """The GPUs that can't provide a device, whatever is held: the end of a sentence."""
     groups: dict[str, list[FleetGpu]] = {}
     for gpu in available.selected.gpus:
-        if gpu.obstacle is not None:
-            groups.setdefault(gpu.detail or gpu.obstacle.value, []).append(gpu.entry)
+        if gpu.blocked_by is not None:
+            groups.setdefault(gpu.detail or gpu.blocked_by.value, []).append(gpu.entry)
     if not groups:
         return ""
     texts = [
@@ -131,13 +131,13 @@ def only_elsewhere(what: str, fitting: Sequence[str], excluded: Mapping[str, Exc
     return Reason(code, f"{what} on nodes where its pod can't run: {where}", permanent=True)
 
 
-def hindered(
+def obstructed(
     requests: Sequence[DeviceRequest], selected: Sequence[SelectedGpus], obstacles: Collection[Obstacle]
 ) -> Reason:
     """Even if nothing were held, ``obstacles`` would be in the way; without one of them it would fit."""
-    gpus_of = _joined([selection.obstacles for selection in selected], obstacles)
+    gpus_of = _joined([selection.blocked for selection in selected], obstacles)
     if not any(gpus_of.values()):
-        gpus_of = _joined([selection.hindered for selection in selected], obstacles)
+        gpus_of = _joined([selection.limited for selection in selected], obstacles)
     main = max(gpus_of, key=lambda obstacle: (len(gpus_of[obstacle]), obstacle))
     gpus = {entry.entry.gpu.uuid for selection in selected for entry in selection.reachable}
     request = f"request {requests[0].name}: " if len(requests) == 1 else ""
@@ -155,7 +155,7 @@ def hindered(
     else:
         steps = named(gpus_of[main]) + ("; on the node: nvidia-smi mig -lgi" if main is Obstacle.FOREIGN else "")
     more = Counter(
-        gpu.obstacle for selection in selected for gpu in selection.reachable if gpu.obstacle not in {None, main}
+        gpu.blocked_by for selection in selected for gpu in selection.reachable if gpu.blocked_by not in {None, main}
     )
     also = "; ".join(f"{count} more: {obstacle}" for obstacle, count in more.items())
     return Reason(code, f"{sentence}: {steps}{'; ' + also if also else ''}", permanent=True)

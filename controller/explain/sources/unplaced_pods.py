@@ -32,9 +32,16 @@ CREATION_SECONDS = 10.0
 """Time that kube-controller-manager has to create a claim from a template that exists, or may exist."""
 
 FORGET_SECONDS = 60.0
+"""Time after which an answer that was not looked up again is forgotten."""
 
-LOOKUP_INTERVAL_SECONDS, MAX_LOOKUPS = 2.0, 8
-"""Time until something is looked up again, and how much is looked up in one decision, which pods wait for."""
+LOOKUP_INTERVAL_SECONDS = 2.0
+"""Minimum time between two look-ups of the same thing."""
+
+LOOKUP_PAUSE_FACTOR = 20.0
+"""That minimum is at least this many times the duration of the last look-up."""
+
+MAX_LOOKUPS = 8
+"""Look-ups in one decision, which pods wait for."""
 
 MAX_GATED = 100
 """Pods with scheduling gates that get a reason: a queue may keep thousands of them."""
@@ -49,12 +56,12 @@ class PodReason(NamedTuple):
 
 
 class LookedUp:
-    """What has been looked up by key, again now and then, and is forgotten when it is not needed any more."""
+    """Answers of look-ups by key: looked up again after a while, and forgotten when they are no longer needed."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._answers: dict[Hashable, tuple[float, Any]] = {}
-        """When something was looked up, and the answer."""
+        """When something is to be looked up again, and the last answer."""
         self._left = 0
 
     def begin(self) -> None:
@@ -64,18 +71,18 @@ class LookedUp:
 
     def get(self, key: Hashable, look_up: Callable[[], T]) -> T | None:
         """The answer; None if there is none yet."""
-        now = self._clock.monotonic()
-        at, answer = self._answers.get(key, (-math.inf, None))
-        if now - at >= LOOKUP_INTERVAL_SECONDS and self._left:
+        began = self._clock.monotonic()
+        due, answer = self._answers.get(key, (-math.inf, None))
+        if began >= due and self._left:
             self._left -= 1
-            answer = look_up()
-            self._answers[key] = (now, answer)
+            answer, ended = look_up(), self._clock.monotonic()
+            self._answers[key] = (ended + max(LOOKUP_INTERVAL_SECONDS, LOOKUP_PAUSE_FACTOR * (ended - began)), answer)
         known: T | None = answer
         return known
 
 
 class UnplacedPods:
-    """Finds such pods, once they have been so for a moment."""
+    """Finds pods that are not placed for a reason that no free device changes, after a grace period."""
 
     def __init__(self, clock: Clock, *, watching: bool = True) -> None:
         """``watching``: False if ``reasons`` is called once only."""
@@ -88,7 +95,7 @@ class UnplacedPods:
         """Seconds until another pod is due."""
 
     def reasons(self, situation: Situation) -> dict[str, ClaimReason]:
-        """The reasons of these pods' claims that are not allocated, or of the pods themselves, by their keys."""
+        """By key: the reason of each unallocated claim of these pods, or of the pod if it has no such claim."""
         queue, now = situation.queue, self._clock.monotonic()
         self._looked_up.begin()
         of_pods: dict[Key, tuple[Pod, PodReason]] = {}

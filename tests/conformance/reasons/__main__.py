@@ -67,7 +67,7 @@ def generate(count: int, number: int) -> list[Situation]:
 
 def _reason(there: Situation) -> Reason | None:
     reasoning, pending = reasoning_of(there)
-    return reasoning.of(pending)
+    return reasoning.reason(pending)
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ def reasoning_of(there: Situation) -> tuple[Reasoning, PendingClaim]:
 def questions(there: Situation) -> Iterator[Question]:
     """What is said of the claim: whether it fits, whether the end of all others would help, and each change."""
     reasoning, pending = reasoning_of(there)
-    reason = reasoning.of(pending)
+    reason = reasoning.reason(pending)
     yield Question(there, reason is None, "it fits" if reason is None else reason.sentence)
     if reason is not None:
         yield Question(_ended(there, _holders(there)), not reason.permanent, f"if all others ended: {reason.sentence}")
