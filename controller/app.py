@@ -113,7 +113,7 @@ def run(
     from driver.kube.client import KubeClient, load_configuration
     from driver.kube.controller_heartbeat import Heartbeat
     from driver.kube.lease import LeaderElector
-    from driver.steps import unobserved
+    from driver.step_observer import unobserved
 
     gc.set_threshold(GC_THRESHOLD, 20, 100)
     health = ControllerHealth(settings, stop)

@@ -29,7 +29,7 @@ from controller.steps import Observer, Step
 from driver.kube.client import KubeClient
 from driver.kube.events import Recorder
 from driver.kube.work_loop import Loop
-from driver.steps import observed, unobserved
+from driver.step_observer import observed, unobserved
 
 if TYPE_CHECKING:
     from controller.metrics import ControllerMetrics

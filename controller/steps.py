@@ -1,10 +1,10 @@
-"""The steps of the controller, by name (``driver.steps``)."""
+"""The steps of the controller, by name (``driver.step_observer``)."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
-from driver.steps import StepObserver
+from driver.step_observer import StepObserver
 
 
 class Step(StrEnum):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 
@@ -26,6 +27,16 @@ class Clock:
     def wait(self, event: threading.Event, seconds: float) -> bool:
         """Wait until ``event`` is set, at most ``seconds``. Returns whether it is."""
         return event.wait(max(0.0, seconds))
+
+
+def wait_until(timeout_s: float, condition: Callable[[], object], interval_s: float) -> bool:
+    """Poll ``condition`` every ``interval_s`` seconds; returns whether it became true in time."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(interval_s)
+    return True
 
 
 def micro_time(moment: datetime) -> str:

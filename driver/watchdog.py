@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from driver.errors import TesseraError
 from driver.kube.work_loop import Loop, MakeLoop
-from driver.steps import Moment, StepObserver
+from driver.step_observer import Moment, StepObserver
 
 S = TypeVar("S", bound=StrEnum)
 

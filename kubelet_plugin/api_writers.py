@@ -16,7 +16,7 @@ from driver.slices.build import Content, PublishedGpu, SliceBuilder
 from driver.slices.publisher import PresentSlices, Publisher, SliceStep, SliceWriteObserver
 from kubelet_plugin.changes import ChangeNotifier
 from kubelet_plugin.checkpoint.records import ClaimRecord
-from kubelet_plugin.claims.held_claims import HeldClaims
+from kubelet_plugin.claims.claim_stores import HeldClaims
 from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
 from kubelet_plugin.coexistence.other_drivers import OtherDriverWatch
 from kubelet_plugin.health.monitor import HealthMonitor
@@ -24,7 +24,7 @@ from kubelet_plugin.metrics.measurements import Measurements
 from kubelet_plugin.plan.follower import PlanFollower
 from kubelet_plugin.plan.instructions import WatchedInstructions
 from kubelet_plugin.plan.memory import PlanFile
-from kubelet_plugin.plan.writers import FenceRelease, PlanReport, PlanStatusWriter
+from kubelet_plugin.plan.plan_status import FenceRelease, PlanReport, PlanStatusWriter
 from kubelet_plugin.reconcile.claim_activity import BackgroundWork
 from kubelet_plugin.reconcile.uninstall import Uninstall
 from kubelet_plugin.settings import NodeSettings

@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING
 from driver.clock import Clock
 from driver.hardware.host_paths import boot_id
 from driver.http import Check
-from driver.hung_threads import join_all
 from driver.kube.client import ApiReach, KubeClient, load_configuration
 from driver.kube.events import Recorder
 from driver.kube.types import Claim
 from driver.model.device import number_gpus
+from driver.shutdown import join_all
 from driver.slices.api_server_fields import KeptFields
 from driver.slices.pool_names import Pool
-from driver.steps import unobserved
+from driver.step_observer import unobserved
 from kubelet_plugin.api_writers import ApiAccess, Publishing
-from kubelet_plugin.cdi.directory import CdiDirectory
 from kubelet_plugin.cdi.driver_files import find_driver_files
-from kubelet_plugin.cdi.spec import SpecFormat
+from kubelet_plugin.cdi.spec_files import CdiDirectory
+from kubelet_plugin.cdi.spec_format import SpecFormat
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.files import probe
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, held_shares
-from kubelet_plugin.claims.held_claims import HeldClaims
+from kubelet_plugin.claims.claim_stores import HeldClaims
 from kubelet_plugin.claims.killable_steps import NodeStep, Observer, StepRunner
 from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.preparer import ClaimReader, Preparer
@@ -47,8 +47,8 @@ from kubelet_plugin.inventory.scan import NvmlEventListener, ScanLoop, Scanner
 from kubelet_plugin.metrics import probes
 from kubelet_plugin.metrics.measurements import Measurements
 from kubelet_plugin.reconcile.claim_activity import BackgroundWork, ClaimActivity
-from kubelet_plugin.reconcile.claim_reconciler import ClaimReconciler
-from kubelet_plugin.reconcile.recovery import Orphans, recover
+from kubelet_plugin.reconcile.orphans import Orphans
+from kubelet_plugin.reconcile.recovery import ClaimReconciler, recover
 from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.status.events import EventReason, PluginEvents
 from kubelet_plugin.upgrade.instance_lock import claim_directory

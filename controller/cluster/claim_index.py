@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from driver.kube.slice_types import DeviceTaintRule
-from driver.kube.types import Allocation, Claim, DeviceClass, Key, Node, Pod, PodGroup
+from driver.kube.types import Allocation, Claim, DeviceClass, DeviceTaintRule, Key, Node, Pod, PodGroup
 from driver.model.plan import Held
 
 

@@ -9,8 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError
 from driver.kube.client import KubeClient
-from driver.kube.slice_types import DeviceTaintRule
-from driver.kube.types import Condition, Key, KubeObject, Metadata, PodGroup, PodGroupStatus
+from driver.kube.types import Condition, DeviceTaintRule, Key, KubeObject, Metadata, PodGroup, PodGroupStatus
 from driver.kube.watch_cache import WatchCache
 from driver.kube.work_loop import Backoff
 

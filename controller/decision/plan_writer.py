@@ -16,7 +16,7 @@ from driver.errors import CONFLICT, ApiError
 from driver.kube.client import KubeClient, Object
 from driver.kube.types import GpuNodePlan
 from driver.model.plan import API_VERSION, KIND, OPERATORS, PATH, PlanSpec
-from driver.steps import observed, unobserved
+from driver.step_observer import observed, unobserved
 
 log = logging.getLogger(__name__)
 

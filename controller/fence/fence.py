@@ -43,7 +43,7 @@ from driver.clock import Clock
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.model.plan import FENCE
-from driver.steps import observed, unobserved
+from driver.step_observer import observed, unobserved
 
 log = logging.getLogger(__name__)
 

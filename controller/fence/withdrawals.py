@@ -14,7 +14,7 @@ from controller.cluster.claim_index import PoolDevice
 from controller.fence.fence import Fence
 from controller.steps import Observer, Step
 from driver.kube.work_loop import Loop
-from driver.steps import observed, unobserved
+from driver.step_observer import observed, unobserved
 
 COALESCE_SECONDS = 1.0
 """Time in which devices are collected: fencing takes five requests, whatever their number."""

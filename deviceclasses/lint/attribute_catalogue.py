@@ -14,7 +14,7 @@ from deviceclasses.cel.referenced_attributes import Comparison
 from deviceclasses.cel.values import type_name
 from deviceclasses.lint.findings import Severity
 from driver.config.suggestions import meant, nearest
-from driver.hardware.discovery import ARCHITECTURES
+from driver.hardware.gpu_properties import ARCHITECTURES
 from driver.model.gpu import MigMode
 from driver.model.offer import DeviceKind
 from driver.simulator.products import facts

@@ -19,7 +19,7 @@ import urllib3
 from driver.errors import CONFLICT, NOT_FOUND, ApiError
 from driver.kube.credentials import Access, CredentialsError
 from driver.kube.credentials import load_configuration as load_configuration
-from driver.kube.hostile_json import decode
+from driver.kube.json_sanitizing import decode
 
 REQUEST_TIMEOUT_SECONDS = 10.0
 """Timeout of a complete request; four of them fit into the kubelet's deadline of 45 s."""

@@ -11,7 +11,7 @@ import msgspec
 
 from driver.errors import ApiError, FatalError
 from driver.kube.client import KubeClient, Object
-from driver.kube.hostile_json import decode
+from driver.kube.json_sanitizing import decode
 from driver.kube.types import Claim, Node, PodDetails
 
 RESOURCE_GROUP = "/apis/resource.k8s.io/v1"

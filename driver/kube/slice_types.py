@@ -1,4 +1,4 @@
-"""ResourceSlices in two projections, and DeviceTaintRules (``driver.kube.types`` has the objects around them).
+"""ResourceSlices in two projections (``driver.kube.types`` has all other objects, also DeviceTaintRules).
 
 ResourceSlice has the few fields that are read of Tessera's own devices, DetailedSlice all that decide an allocation.
 """
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from driver.kube.types import Metadata, NodeSelector, ObjectMeta, Struct, Taint
+from driver.kube.types import NodeSelector, ObjectMeta, Struct, Taint
 
 T = TypeVar("T")
 P = TypeVar("P", bound=Hashable)
@@ -42,32 +42,6 @@ class DeviceTaint(Struct, frozen=True):
     key: str
     value: str = ""
     time_added: str = ""
-
-
-class DeviceTaintSelector(Struct, frozen=True):
-    """The devices of a rule; an absent field selects all."""
-
-    driver: str | None = None
-    pool: str | None = None
-    device: str | None = None
-
-
-class DeviceTaintRuleSpec(Struct, frozen=True):
-    taint: Taint
-    device_selector: DeviceTaintSelector | None = None
-
-
-class DeviceTaintRule(Struct, frozen=True):
-    metadata: Metadata
-    spec: DeviceTaintRuleSpec
-
-    def selects(self, driver: str, pool: str, device: str) -> bool:
-        """Whether the rule gives its taint to that device."""
-        selector = self.spec.device_selector
-        if selector is None:
-            return False
-        pairs = ((selector.driver, driver), (selector.pool, pool), (selector.device, device))
-        return all(value is None or value == actual for value, actual in pairs)
 
 
 class SliceDevice(Struct, frozen=True):

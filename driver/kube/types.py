@@ -1,7 +1,7 @@
 """Types of the API server's objects, with the fields that Tessera reads; other fields are skipped while decoding.
 
-Objects of tenants are decoded by ``driver.kube.hostile_json``. All types are immutable and without reference cycles, so
-that the garbage collector need not track them: a cluster has tens of thousands of claims and pods.
+Objects of tenants are decoded by ``driver.kube.json_sanitizing``. All types are immutable and without reference cycles,
+so that the garbage collector need not track them: a cluster has tens of thousands of claims and pods.
 """
 
 from __future__ import annotations
@@ -130,6 +130,32 @@ class Taint(Struct, frozen=True):
     def text(self) -> str:
         """``KEY=VALUE:EFFECT``, as kubectl writes it."""
         return f"{self.key}{f'={self.value}' if self.value else ''}:{self.effect}"
+
+
+class DeviceTaintSelector(Struct, frozen=True):
+    """The devices of a rule; an absent field selects all."""
+
+    driver: str | None = None
+    pool: str | None = None
+    device: str | None = None
+
+
+class DeviceTaintRuleSpec(Struct, frozen=True):
+    taint: Taint
+    device_selector: DeviceTaintSelector | None = None
+
+
+class DeviceTaintRule(Struct, frozen=True):
+    metadata: Metadata
+    spec: DeviceTaintRuleSpec
+
+    def selects(self, driver: str, pool: str, device: str) -> bool:
+        """Whether the rule gives its taint to that device."""
+        selector = self.spec.device_selector
+        if selector is None:
+            return False
+        pairs = ((selector.driver, driver), (selector.pool, pool), (selector.device, device))
+        return all(value is None or value == actual for value, actual in pairs)
 
 
 class Toleration(Struct, frozen=True):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 
-from driver.steps import StepObserver, unobserved
+from driver.step_observer import StepObserver, unobserved
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from driver.errors import HardwareError
 from driver.hardware.device_nodes import DeviceNode
-from driver.hardware.node_gpus import Host
+from driver.hardware.host import Host
 from driver.model.device import Device
 from driver.model.gpu import Gpu, MigMode, Partition, Placement, Profile
 from driver.model.gpu_settings import ComputeMode

@@ -20,13 +20,13 @@ from driver.kube.types import Claim
 from driver.model.device import Device
 from driver.model.gpu import Partition
 from driver.model.offer import DeviceKind
-from kubelet_plugin.cdi.spec import CdiDevice
+from kubelet_plugin.cdi.spec_format import CdiDevice
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
 from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord, device_record
 from kubelet_plugin.claims.allocation import AllocatedDevice, refuse_overlap, resolve
+from kubelet_plugin.claims.claim_stores import HeldClaims
 from kubelet_plugin.claims.cleanup import ClaimCleanup
-from kubelet_plugin.claims.held_claims import HeldClaims
 from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
 from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.time_slices import TimeSlices

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from driver.errors import HardwareError
-from driver.hardware.node_gpus import Host
+from driver.hardware.host import Host
 from driver.hardware.nvml_errors import ABSENT
 from driver.model.gpu import Gpu
 from driver.model.gpu_settings import TimeSlice, time_slice_in_force

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from driver.errors import RecoverableError
-from driver.hardware.node_gpus import Host
+from driver.hardware.host import Host
 from driver.model.device import Device
 from driver.model.gpu import Gpu
 from driver.model.gpu_health import ConditionType, DeviceCondition, GpuEvent

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from driver.config.shared_flags import SIMULATED_NODES
 from driver.errors import EnvironmentFault, UsageError
+from driver.hardware.host import Host, load_nvml
 from driver.hardware.host_paths import HOST, HostPaths, find_nvml, missing_driver, real_gpus, summary
-from driver.hardware.node_gpus import Host, load_nvml
 from driver.http import Check, health_pages, serve
 from kubelet_plugin.settings import NodeSettings
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from driver.errors import RecoverableError
-from driver.hardware.node_gpus import GpuFault, Host
+from driver.hardware.host import GpuFault, Host
 from driver.kube.work_loop import GiveWay, at_once
 from driver.model.gpu import Gpu, MigMode, Partition, Placement
 from driver.model.gpu_health import EventKind, GpuEvent

@@ -23,7 +23,7 @@ from driver.kube.types import Claim
 from driver.model.gpu_health import ConditionType
 from driver.model.offer import DeviceKind
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
-from kubelet_plugin.claims.held_claims import HeldClaims
+from kubelet_plugin.claims.claim_stores import HeldClaims
 from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.health.monitor import GPU_UNHEALTHY, HealthMonitor
 from kubelet_plugin.health.recorded_faults import FaultSource

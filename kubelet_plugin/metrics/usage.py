@@ -14,13 +14,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from driver.clock import Clock
+from driver.hardware.host import Host
 from driver.hardware.host_paths import HOST, HostPaths
-from driver.hardware.node_gpus import Host
 from driver.kube.client import KubeClient
 from driver.model.device import full_device
 from driver.model.offer import DeviceKind
 from driver.model.usage import UsageReading
-from kubelet_plugin.claims.held_claims import HeldClaims
+from kubelet_plugin.claims.claim_stores import HeldClaims
 from kubelet_plugin.claims.preparer import ClaimReader
 from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.status.events import PluginEvents

@@ -1,49 +1,45 @@
-"""What a crash or a lost call leaves on the node: where each case is found, and what removes it.
+"""Undoing what a crash interrupted, repeating releases that failed, and repairing prepared claims.
 
-    found                                                     by         then
-    record whose prepare or unprepare was cut off             recover    ClaimCleanup: spec, partitions, record
-    record of a claim that does not exist any more            Orphans    Preparer.unprepare, which does the same
-    CDI spec, or partition in a claim's status, no record     Orphans    record rebuilt, or released as above
-    partition without any of them                             Scanner    left alone: Tessera did not create it
-
-``recover`` runs once, at the start; ``Orphans`` searches periodically. A release that fails is repeated (``retry``).
-
-Nothing is released on doubt. A claim counts as deleted when the API server has said so twice, a minute apart, the
-second time from etcd and not from a cache. Until then its devices are held, for it may be running. A full GPU on which
-a process still runs is left alone, and NVML refuses to remove a partition that is in use.
+The kubelet repeats a call until it is answered, and never afterwards. Without retries a failed unprepare of a deleted
+pod, a partition that was lost in a GPU reset, or a deleted CDI spec would stay as they are.
 """
 
 from __future__ import annotations
 
 import logging
-import random
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 
-import msgspec
-
-from driver.errors import NOT_FOUND, ApiError, RecoverableError
-from driver.kube.hostile_json import decode
-from driver.kube.types import Claim
+from driver.errors import RecoverableError
+from driver.kube.work_loop import Loop
+from driver.model.gpu import Gpu
+from driver.model.gpu_health import ConditionType
 from kubelet_plugin.checkpoint.records import ClaimRecord
+from kubelet_plugin.claims.claim_stores import HeldClaims
 from kubelet_plugin.claims.cleanup import ClaimCleanup
-from kubelet_plugin.claims.held_claims import HeldClaims
 from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
-from kubelet_plugin.claims.preparer import ClaimReader, Preparer
-from kubelet_plugin.inventory.inventory import ClaimReference
+from kubelet_plugin.claims.preparer import Preparer
 from kubelet_plugin.status.events import EventReason, PluginEvents
 
 log = logging.getLogger(__name__)
 
-START_DELAY_SECONDS = 5.0
-"""From the start until the first search."""
+COALESCE_SECONDS = 0.2
 
-SEARCH_INTERVAL_SECONDS = 300.0
-"""Between two searches: each reads every claim of the node, and a cluster may have a thousand nodes."""
+RETRY_INTERVAL_SECONDS = 10.0
+"""Between two attempts to release or repair a claim."""
 
-GRACE_PERIOD_SECONDS = 60.0
-"""How long a claim must have been deleted. A working kubelet unprepares it meanwhile."""
+STUCK_AFTER_SECONDS = 60.0
+"""Longest duration of a release until its devices are tainted: a pod that gets one of them would only wait."""
+
+ROUND_TIMEOUT_SECONDS = 20.0
+"""How long a round waits for a GPU that does not answer: longer than the timeout of a lock."""
+
+WORKERS = 16
+"""Attempts at once. Those for one GPU that hangs wait for its lock, each as long as the timeout of a lock."""
 
 
 def recover(held: HeldClaims, cleanup: ClaimCleanup, steps: StepRunner) -> None:
@@ -80,181 +76,116 @@ def _tidy_specs(held: HeldClaims) -> None:
         held.hold_unrecorded(uid)
 
 
-class Reported(msgspec.Struct, frozen=True):
-    """``data`` of the driver's own entry in ``status.devices`` of a claim (``claim_status``)."""
-
-    uuid: str
-
-
-REPORTED = msgspec.json.Decoder(Reported)
-
-
-class Orphans:
-    """For one thread."""
+class ClaimReconciler:
+    """One thread. Call ``notify`` after a failed release or a loss; ``find_orphans`` runs in between."""
 
     def __init__(
         self,
         held: HeldClaims,
         preparer: Preparer,
-        claims: ClaimReader,
         events: PluginEvents,
-        count: Callable[[str], None],
+        report_condition: Callable[[str, ConditionType, str | None], None],
+        find_orphans: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``count`` receives the kind of each orphan that was dealt with: ``claim``, ``cdi-spec`` or ``record``."""
-        self._held, self._preparer, self._cleanup, self._claims = held, preparer, preparer.cleanup, claims
-        self._events, self._count, self._clock = events, count, clock
-        self._gone_since: dict[str, float] = {}
-        self._reported: set[str] = set()
-        self._searched = False
-        self._due = clock() + START_DELAY_SECONDS
-        for uid in held.checkpoint.aside:
-            events.node(
-                EventReason.RECORD_UNREADABLE, f"the checkpoint record of claim {uid} can't be read; see the log"
-            )
+        self._held, self._preparer, self._events = held, preparer, events
+        self._report_condition, self._find_orphans, self._clock = report_condition, find_orphans, clock
+        self._unreleased_since: dict[str, float] = {}
+        self._tried_at: dict[str, float] = {}
+        self._reported: dict[tuple[str, ConditionType], tuple[str, ...]] = {}
+        self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="reconciler")
+        self._running: dict[str, Future[None]] = {}
+        self._loop = Loop("reconciling prepared claims", self.reconcile, COALESCE_SECONDS)
+        self.notify = self._loop.notify
 
-    def search_if_due(self) -> float:
-        """Search if it is time to. Return the number of seconds until the next search."""
-        if self._clock() >= self._due:
-            pause = SEARCH_INTERVAL_SECONDS * random.uniform(0.8, 1.2)  # noqa: S311 - spreads load, guards nothing
-            try:
-                self._search()
-            except RecoverableError as error:
-                log.warning("can't search for orphans now", extra={"error": str(error)})
-                pause = GRACE_PERIOD_SECONDS
-            soon = self._gone_since or self._held.checkpoint.unrecorded
-            self._due = self._clock() + (min(pause, GRACE_PERIOD_SECONDS) if soon else pause)
-        return max(0.0, self._due - self._clock())
+    def run(self, stop: threading.Event) -> None:
+        """Reconcile at the start, when notified and periodically, until ``stop`` is set (then ``notify`` once more)."""
+        self.notify()
+        self._loop.run(stop)
 
-    def _search(self) -> None:
-        self._search_unrecorded()
-        records = [record for record in self._held.checkpoint.records() if not record.needs_release]
-        recorded = {record.uid for record in records} | self._held.checkpoint.unrecorded
-        self._gone_since = {uid: since for uid, since in self._gone_since.items() if uid in recorded}
-        for record in records:
-            if self._is_gone(record, any_age=True) and self._long_enough(record.uid):
-                self._release(record)
+    def handle_scan(self, _answering: Sequence[Gpu]) -> None:
+        """Restore a missing CDI directory; reconcile soon if a prepared claim has no spec. Lists one directory."""
+        prepared = {record.uid for record in self._held.prepared()}
+        with suppress(RecoverableError):  # its probe reports a directory that is not writable
+            self._held.cdi.restore()
+            if not prepared.issubset(self._held.cdi.claim_uids()):
+                self.notify()
 
-    def _long_enough(self, uid: str) -> bool:
-        return self._clock() - self._gone_since.setdefault(uid, self._clock()) >= GRACE_PERIOD_SECONDS
+    def reconcile(self) -> float:
+        """Release and repair claims. Return the number of seconds until the next round."""
+        unreleased = {record.uid: record for record in self._held.checkpoint.records() if record.needs_release}
+        self._forget(unreleased)
+        for uid in unreleased:
+            self._unreleased_since.setdefault(uid, self._clock())
+        jobs = {uid: partial(self._release, record) for uid, record in unreleased.items()}
+        for record, lost in self._preparer.losses():
+            if lost or (record.uid, ConditionType.LOST) in self._reported:
+                jobs[record.uid] = partial(self._repair, record, lost)
+        self._run({uid: job for uid, job in jobs.items() if self._is_due(uid)})
+        pause = self._find_orphans()
+        return min(pause, RETRY_INTERVAL_SECONDS) if self._unreleased_since or self._reported else pause
 
-    # Claims
+    def _run(self, jobs: Mapping[str, Callable[[], None]]) -> None:
+        """Run ``jobs`` by claim, except those that hang since an earlier round. Raises what is no RecoverableError."""
+        self._running = {uid: future for uid, future in self._running.items() if not future.done()}
+        started = {uid: self._workers.submit(job) for uid, job in jobs.items() if uid not in self._running}
+        self._running |= started
+        done, _ = wait(started.values(), ROUND_TIMEOUT_SECONDS)
+        for future in done:
+            future.result()
 
-    def _is_gone(self, record: ClaimRecord, *, any_age: bool) -> bool:
-        """Whether the claim of ``record`` was deleted or lost its devices. Raises ApiError on doubt."""
-        try:
-            claim = self._claims.read(record.namespace, record.name, any_age=any_age)
-        except ApiError as error:
-            if error.status != NOT_FOUND:
-                raise
-            return True
-        if claim.metadata.uid == record.uid and self._allocated(claim) & {entry.device for entry in record.devices}:
-            self._gone_since.pop(record.uid, None)
+    def _forget(self, unreleased: Mapping[str, ClaimRecord]) -> None:
+        """Forget claims that have ended or do not need to be released any more."""
+        self._unreleased_since = {uid: since for uid, since in self._unreleased_since.items() if uid in unreleased}
+        recorded = {record.uid for record in self._held.checkpoint.records()}
+        self._tried_at = {uid: at for uid, at in self._tried_at.items() if uid in recorded}
+        for uid, kind in list(self._reported):
+            if uid not in (unreleased if kind is ConditionType.STUCK else recorded):
+                self._report(uid, kind)
+
+    def _is_due(self, uid: str) -> bool:
+        """Whether to try now. Notifications come in bursts; after a failure the next attempt has to wait."""
+        now = self._clock()
+        if now < self._tried_at.get(uid, float("-inf")) + RETRY_INTERVAL_SECONDS * 0.9:
             return False
+        self._tried_at[uid] = now
         return True
 
-    def _allocated(self, claim: Claim) -> set[str]:
-        """The devices of this node that are allocated to ``claim``."""
-        allocation, pool = claim.status.allocation, self._held.pool
-        results = allocation.devices.results if allocation is not None else ()
-        return {result.device for result in results if (result.driver, result.pool) == (pool.driver, pool.name)}
+    # Releases
 
     def _release(self, record: ClaimRecord) -> None:
-        if not self._is_gone(record, any_age=False):
-            return
-        reference, devices = record.reference, ", ".join(entry.device for entry in record.devices)
-        where = f"claim {record} ({record.uid})"
-        busy = self._cleanup.busy(record)
-        if busy:
-            log.warning("an orphan is still in use", extra={"claim": str(record), "why": busy})
-            self._events.node(EventReason.ORPHAN_IN_USE, f"{where} is gone, and {devices} can't be released: {busy}")
-            return
         try:
-            self._preparer.unprepare(reference)
+            released = self._preparer.cleanup.finish_release(record.uid)
         except RecoverableError as error:
-            log.warning("can't release an orphan yet", extra={"claim": str(record), "error": str(error)})
-        self._gone_since.pop(record.uid, None)
-        self._count("claim")
-        self._events.node(EventReason.ORPHAN_RELEASED, f"{where} is gone, and was never unprepared: released {devices}")
+            log.warning("can't release a claim yet", extra={"claim": str(record), "error": str(error)})
+            if self._clock() >= self._unreleased_since.get(record.uid, self._clock()) + STUCK_AFTER_SECONDS:
+                self._report(record.uid, ConditionType.STUCK, record, f"{record} can't be released: {error}")
+            return
+        self._report(record.uid, ConditionType.STUCK)
+        if released:
+            message = "what could not be released before is released now"
+            self._events.claim(record.reference, EventReason.RELEASED_LATE, message, warning=False)
 
-    # Claims without a record
+    # Repairs
 
-    def _search_unrecorded(self) -> None:
-        """Rebuild unreadable or missing records of claims that are allocated; release claims that are not any more."""
-        held = self._held
-        for uid in held.cdi.claim_uids():
-            if held.checkpoint.get(uid) is None and uid not in held.checkpoint.unrecorded:
-                self._cleanup.note_stray_spec(uid)
-        search = not self._searched and held.inventory.foreign
-        if held.checkpoint.unrecorded or search:
-            claims = {claim.metadata.uid: claim for claim in self._claims.read_all()}
-            for claim in claims.values() if search else ():
-                self._note_if_partitions_exist(claim)
-            for uid in sorted(held.checkpoint.unrecorded - held.checkpoint.aside - self._reported):
-                self._reported.add(uid)
-                message = f"the checkpoint record of claim {uid} is missing; nothing of it is removed while it exists"
-                self._events.node(EventReason.RECORD_MISSING, message)
-            for uid in sorted(held.checkpoint.unrecorded):
-                self._settle(uid, claims.get(uid))
-        self._searched = True
-
-    def _note_if_partitions_exist(self, claim: Claim) -> None:
-        """Find a claim that lost its record and its CDI spec: its status names the partitions that exist.
-
-        An allocation alone proves nothing: the partition at that placement may have another origin.
-        """
-        uid, held = claim.metadata.uid, self._held
-        is_recorded = held.checkpoint.get(uid) is not None or uid in held.checkpoint.unrecorded
-        devices = [] if is_recorded else [held.inventory.device(name) for name in sorted(self._allocated(claim))]
-        uuids = self._reported_uuids(claim) if devices else {}
-        if devices and all(
-            device is not None and self._cleanup.partition_exists(uid, device, uuids.get(device.name))
-            for device in devices
-        ):
-            held.checkpoint.note_missing(uid)
-
-    def _reported_uuids(self, claim: Claim) -> dict[str, str]:
-        """UUIDs by device in ``status.devices`` of ``claim``, as this node's plugin wrote them."""
-        pool, uuids = self._held.pool, {}
-        for entry in claim.status.devices:
-            if (entry.driver, entry.pool) == (pool.driver, pool.name):
-                with suppress(msgspec.MsgspecError):
-                    uuids[entry.device] = decode(entry.data, REPORTED).uuid
-        return uuids
-
-    def _settle(self, uid: str, claim: Claim | None) -> None:
-        if claim is not None and self._allocated(claim):
-            self._gone_since.pop(uid, None)
-            self._events.remember_pods(claim)
-            self._adopt(ClaimReference(claim.metadata.namespace, claim.metadata.name, uid))
-        elif self._long_enough(uid):
-            try:
-                self._abandon(ClaimReference("", uid, uid))
-            except RecoverableError as error:
-                log.warning("can't release an orphan yet", extra={"claimUID": uid, "error": str(error)})
-
-    def _adopt(self, reference: ClaimReference) -> None:
+    def _repair(self, record: ClaimRecord, lost: Sequence[str]) -> None:
+        what = ", ".join(lost) or "what it had lost"
         try:
-            self._preparer.prepare(reference)
+            self._preparer.repair(record.uid)
         except RecoverableError as error:
-            log.error("can't rebuild a checkpoint record", extra={"claim": str(reference), "error": str(error)})
+            log.error("can't repair a prepared claim", extra={"claim": str(record), "lost": what, "error": str(error)})
             self._events.claim(
-                reference, EventReason.RECORD_UNREADABLE, f"its checkpoint record can't be rebuilt: {error}"
+                record.reference, EventReason.REPAIR_FAILED, f"{what} is gone and can't be made: {error}"
             )
+            self._report(record.uid, ConditionType.LOST, record, f"{what} is gone and can't be made again: {error}")
             return
-        self._count("record")
-        message = "its checkpoint record, which was unreadable or missing, was rebuilt"
-        self._events.claim(reference, EventReason.RECORD_REBUILT, message)
+        self._tried_at.pop(record.uid, None)
+        self._report(record.uid, ConditionType.LOST)
 
-    def _abandon(self, reference: ClaimReference) -> None:
-        record = self._cleanup.record_of_spec(reference)
-        where = f"claim {reference.uid}, whose checkpoint record is unreadable or missing,"
-        busy = "" if record is None else self._cleanup.busy(record)
-        if busy:
-            self._events.node(EventReason.ORPHAN_IN_USE, f"{where} is gone, and can't be released: {busy}")
-            return
-        kind = "record" if reference.uid in self._held.checkpoint.aside else "cdi-spec"
-        if self._cleanup.begin_release(reference):
-            self._cleanup.finish_release(reference.uid)
-        self._count(kind)
-        self._events.node(EventReason.ORPHAN_RELEASED, f"{where} is gone: released what its CDI spec named")
+    def _report(self, uid: str, kind: ConditionType, record: ClaimRecord | None = None, why: str | None = None) -> None:
+        """Report a condition of the devices of ``record``; without a record, that the claim's condition has ended."""
+        devices = self._reported.pop((uid, kind), ())
+        if record is not None:
+            devices = self._reported[uid, kind] = tuple(entry.device for entry in record.devices)
+        for device in devices:
+            self._report_condition(device, kind, why)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from driver.errors import StateError
-from kubelet_plugin.cdi.directory import CdiDirectory
+from kubelet_plugin.cdi.spec_files import CdiDirectory
 from kubelet_plugin.checkpoint.records import Checkpoint
 from kubelet_plugin.plan.instructions import WatchedInstructions
 

@@ -23,7 +23,7 @@ import msgspec
 from driver.clock import seconds_time
 from driver.errors import CONFLICT, FORBIDDEN, INVALID, NOT_FOUND, ApiError, RecoverableError
 from driver.kube.client import OBJECT, KubeClient, Object
-from driver.kube.hostile_json import decode
+from driver.kube.json_sanitizing import decode
 from driver.kube.reads import RESOURCE_GROUP, read_object
 from driver.kube.types import Metadata, ReportedDevice
 from driver.kube.work_loop import Backoff, GiveWay, Loop, at_once

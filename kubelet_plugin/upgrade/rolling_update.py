@@ -21,12 +21,12 @@ from pathlib import Path
 import grpc
 import msgspec
 
+from driver.clock import wait_until
 from driver.errors import EnvironmentFault, RecoverableError
 from driver.http import Check, health_pages, serve
-from driver.hung_threads import wait_until
 from driver.kube.client import KubeClient, load_configuration
 from driver.kube.reads import owner_reference
-from driver.steps import StepObserver, observed, unobserved
+from driver.step_observer import StepObserver, observed, unobserved
 from kubelet_plugin.app import NODE_USER_AGENT, NodePlugin
 from kubelet_plugin.checkpoint.records import check_readable
 from kubelet_plugin.dra.call_proxy import connect

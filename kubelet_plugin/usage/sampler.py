@@ -11,12 +11,12 @@ from functools import partial
 from typing import Protocol
 
 from driver.errors import ApiError, HardwareError
-from driver.hardware.node_gpus import TimeoutRunner
+from driver.hardware.host import TimeoutRunner
 from driver.hardware.usage import UsageReader
 from driver.model.offer import DeviceKind
 from driver.model.usage import UsageReading, UsageTarget, UsageTotals
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
-from kubelet_plugin.claims.held_claims import HeldClaims
+from kubelet_plugin.claims.claim_stores import HeldClaims
 from kubelet_plugin.usage.labels import ClaimLabels, ClaimsAndPods, reading_of_share
 from kubelet_plugin.usage.totals import TotalsFile
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from driver.hardware.node_gpus import GpuFault
+from driver.hardware.host import GpuFault
 from driver.hardware.pci_distance import Nic, Place, find_nics, level, links_between, place_of
 from driver.model.gpu import Gpu, Partition
 from kubelet_plugin.inventory.open_hardware import open_host

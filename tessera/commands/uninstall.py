@@ -14,8 +14,8 @@ import click
 from controller.app import LEASE
 from controller.decision.node_labels import LABEL_SETS, NODES
 from controller.fence.canary import CANARY
+from driver.clock import wait_until
 from driver.errors import CONFLICT, FORBIDDEN, NOT_FOUND, ApiError, FatalError
-from driver.hung_threads import wait_until
 from driver.kube.client import KubeClient, Object
 from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING
 from driver.kube.lease import LeaseSpec, lease_object, leases

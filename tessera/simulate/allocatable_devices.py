@@ -14,14 +14,8 @@ import msgspec
 from deviceclasses.cel.engine import CelDevice, from_slice_device
 from deviceclasses.cel.library.quantity import BINARY, parse_quantity
 from driver.errors import RecoverableError
-from driver.kube.slice_types import (
-    Counter,
-    DetailedDevice,
-    DetailedSlice,
-    DetailedSliceSpec,
-    DeviceTaintRule,
-    Quantity,
-)
+from driver.kube.slice_types import Counter, DetailedDevice, DetailedSlice, DetailedSliceSpec, Quantity
+from driver.kube.types import DeviceTaintRule
 
 Number = Fraction | int
 """The exact value of a quantity; whole numbers are int, with which Python computes faster."""

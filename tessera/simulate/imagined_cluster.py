@@ -27,8 +27,18 @@ from controller.demand.selected_devices import Selector
 from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ReasonCode
 from controller.explain.situation import DisjointPlan, Situation
-from driver.kube.slice_types import DetailedSlice, DetailedSliceSpec, DeviceTaintRule
-from driver.kube.types import Claim, ClaimStatus, DeviceClass, ExactDeviceRequest, Key, Node, ObjectMeta, Pod
+from driver.kube.slice_types import DetailedSlice, DetailedSliceSpec
+from driver.kube.types import (
+    Claim,
+    ClaimStatus,
+    DeviceClass,
+    DeviceTaintRule,
+    ExactDeviceRequest,
+    Key,
+    Node,
+    ObjectMeta,
+    Pod,
+)
 from driver.model.offer import Offer
 from driver.model.plan import OfferMode
 from driver.placement.ranking import Ranking

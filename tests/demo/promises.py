@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kubelet_plugin.cdi.spec import variable
+from kubelet_plugin.cdi.spec_format import variable
 from tests.demo.picture import Holding
 
 GPU_NODE = re.compile(r"/dev/nvidia\d+")

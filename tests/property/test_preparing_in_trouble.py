@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from driver.errors import RecoverableError
 from driver.hardware.nvml_errors import ABSENT
 from driver.placement.occupancy import overlap
-from driver.steps import Moment
+from driver.step_observer import Moment
 from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.inventory.inventory import ClaimReference
 from tests.property.test_preparing_model import CLAIMS, DEVICES, MEMORY, MOMENTS, STEPS, Crash, share_config

@@ -17,7 +17,7 @@ from driver.model.device import Device
 from driver.model.gpu import Partition
 from driver.model.gpu_settings import time_slice_in_force
 from driver.placement.occupancy import GpuState, overlap
-from driver.steps import Moment
+from driver.step_observer import Moment
 from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.inventory.inventory import ClaimReference, GpuSharing
 from tests.support.claims import opaque, result

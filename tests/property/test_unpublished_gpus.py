@@ -51,7 +51,7 @@ from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.plan.follower import PlanFollower
 from kubelet_plugin.plan.memory import PlanMemory
 from kubelet_plugin.plan.mode import ModeTiming
-from kubelet_plugin.plan.writers import PlanReport
+from kubelet_plugin.plan.plan_status import PlanReport
 from tests.support.fleets import possible
 from tests.support.following import GivenInstructions, GivenSlices, GivenStore
 from tests.support.gpus import gpu_of

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from driver.kube.events import Type
 from driver.kube.types import Reference
 from driver.model.gpu_health import ConditionType
-from kubelet_plugin.reconcile.claim_reconciler import ClaimReconciler
-from kubelet_plugin.reconcile.recovery import Orphans
+from kubelet_plugin.reconcile.orphans import Orphans
+from kubelet_plugin.reconcile.recovery import ClaimReconciler
 from kubelet_plugin.status.events import PluginEvents
 from tests.support.claims import NODE
 from tests.support.node import NodeUnderTest

@@ -27,7 +27,7 @@ from controller.steps import Step
 from driver.clock import Clock
 from driver.kube.lease import Timing
 from driver.logs import configure_logs
-from driver.steps import Moment
+from driver.step_observer import Moment
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pynvml
 
+from driver.hardware.host import Host
 from driver.hardware.host_paths import HostPaths
-from driver.hardware.node_gpus import Host
 from driver.hardware.nvml_errors import NAMES
 from driver.hardware.time_slice import TimeSliceTool
 from driver.simulator import smi_tool

@@ -20,7 +20,7 @@ import msgspec
 from driver.model.gpu_settings import time_slice_in_force
 from driver.model.offer import DeviceKind
 from driver.simulator.node import SimulatedNode, describe
-from kubelet_plugin.cdi.spec import variable
+from kubelet_plugin.cdi.spec_format import variable
 from kubelet_plugin.checkpoint.files import TEMPORARY
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from driver.errors import ApiError
+from driver.hardware.host import Host
 from driver.hardware.host_paths import HostPaths
-from driver.hardware.node_gpus import Host
 from driver.model.device import Device, devices_of
 from driver.placement.occupancy import overlap
 from driver.simulator.node import SimulatedNode

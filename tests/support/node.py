@@ -9,23 +9,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from driver.hardware.host import Host
 from driver.hardware.host_paths import HostPaths, boot_id
-from driver.hardware.node_gpus import Host
 from driver.model.device import number_gpus
 from driver.model.gpu import Partition
 from driver.simulator.description import NodeDescription, load_description
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.latency import ZERO_LATENCY
 from driver.slices.pool_names import Pool
-from driver.steps import unobserved
-from kubelet_plugin.cdi.directory import CdiDirectory
+from driver.step_observer import unobserved
 from kubelet_plugin.cdi.driver_files import find_driver_files
-from kubelet_plugin.cdi.spec import SpecFormat
+from kubelet_plugin.cdi.spec_files import CdiDirectory
+from kubelet_plugin.cdi.spec_format import SpecFormat
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, held_shares
+from kubelet_plugin.claims.claim_stores import HeldClaims
 from kubelet_plugin.claims.cleanup import ClaimCleanup
-from kubelet_plugin.claims.held_claims import HeldClaims
 from kubelet_plugin.claims.killable_steps import Observer, StepRunner, Took
 from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.preparer import Preparer

@@ -28,7 +28,7 @@ import grpc._server  # noqa: F401 - the plugin loads this and the simulator when
 import driver.simulator.node  # noqa: F401
 from driver.logs import configure_logs
 from driver.slices import publisher
-from driver.steps import Moment
+from driver.step_observer import Moment
 from kubelet_plugin.app import NodePlugin
 from kubelet_plugin.settings import NodeSettings, node_settings
 from kubelet_plugin.status import claim_status as status_writer

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from driver.hardware.host import Host
 from driver.hardware.host_paths import HostPaths
-from driver.hardware.node_gpus import Host
 from driver.model.device import devices_of, number_gpus
 from driver.model.gpu import Gpu
 from driver.simulator.description import NodeDescription

@@ -11,8 +11,7 @@ from controller.cluster.claim_index import ClaimIndex, ClusterState
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import PendingClaim, Queue
-from driver.kube.slice_types import DeviceTaintRule
-from driver.kube.types import Claim, DeviceClass, Key, Node, Pod, PodGroup
+from driver.kube.types import Claim, DeviceClass, DeviceTaintRule, Key, Node, Pod, PodGroup
 from driver.model.gpu import Gpu
 from tests.support.gpus import H100, gpu_of
 

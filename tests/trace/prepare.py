@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
-from driver.hardware.node_gpus import Host
+from driver.hardware.host import Host
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.latency import H200_CALLS
 from kubelet_plugin.claims.preparer import Preparer

@@ -14,7 +14,7 @@ from controller.demand.device_search import free_spots, most_devices, slices_of
 from controller.demand.node_eligibility import BLOCKING, Excluded
 from controller.demand.requirements import DeviceRequest
 from controller.demand.selected_devices import Matches, Selector, SelectorFailure
-from driver.kube.slice_types import DeviceTaintRule
+from driver.kube.types import DeviceTaintRule
 from driver.model.gpu import MigMode
 from driver.model.offer import FULL, SHARE, DeviceKind, OfferKind
 from driver.model.plan import FaultKind

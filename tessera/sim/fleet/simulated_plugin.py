@@ -26,7 +26,7 @@ from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.plan.follower import PlanFollower
 from kubelet_plugin.plan.instructions import Instructions
 from kubelet_plugin.plan.memory import PlanMemory, RememberedPlan, new_epoch
-from kubelet_plugin.plan.writers import FenceRelease, PlanReport, PlanStatusWriter
+from kubelet_plugin.plan.plan_status import FenceRelease, PlanReport, PlanStatusWriter
 
 
 class OwnSlices(SliceWriteObserver):

@@ -36,7 +36,7 @@ from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuSharing, Inventory
 from kubelet_plugin.plan.follower import PlanFollower
 from kubelet_plugin.plan.instructions import WatchedInstructions
-from kubelet_plugin.plan.writers import PlanReport, PlanStatusWriter
+from kubelet_plugin.plan.plan_status import PlanReport, PlanStatusWriter
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.following import GivenFields, GivenInstructions, GivenStore

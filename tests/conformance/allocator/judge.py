@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from driver.kube.slice_types import DetailedSlice, DeviceTaintRule
-from driver.kube.types import Allocation, Claim, DeviceClass, Node, Result
+from driver.kube.slice_types import DetailedSlice
+from driver.kube.types import Allocation, Claim, DeviceClass, DeviceTaintRule, Node, Result
 from tessera.simulate.allocatable_devices import AllocationError, FailureKind, number, tainted
 from tessera.simulate.allocator import allocate
 from tessera.simulate.capacity import HeldDevices

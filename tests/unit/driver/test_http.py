@@ -13,7 +13,7 @@ from driver.errors import ApiError
 from driver.http import Check, Endpoint, health_pages
 from driver.kube.client import ApiReach
 from driver.kube.work_loop import Loop
-from driver.steps import observed, unobserved
+from driver.step_observer import observed, unobserved
 from driver.watchdog import STUCK_TIMEOUT_SECONDS, Watchdog
 from kubelet_plugin.claims.killable_steps import NodeStep
 from tests.harness.waiting import wait_for

@@ -13,7 +13,7 @@ from driver.slices import publisher
 from driver.slices.build import SliceBuilder
 from kubelet_plugin.api_writers import with_mig_uuids
 from kubelet_plugin.inventory.published_devices import OFFER_EVERYTHING, PublishPolicy
-from kubelet_plugin.plan import writers
+from kubelet_plugin.plan import plan_status
 from tests.harness.waiting import wait_for
 from tests.support.claims import NODE
 from tests.support.faulty_api import FaultyApi, PluginOnApi
@@ -33,8 +33,8 @@ def root() -> Iterator[Path]:
 def test_a_status_written_before_the_slices_is_corrected_after_them(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writers, "STATUS_COALESCE_SECONDS", 0.0)
-    monkeypatch.setattr(writers, "STATUS_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(plan_status, "STATUS_COALESCE_SECONDS", 0.0)
+    monkeypatch.setattr(plan_status, "STATUS_INTERVAL_SECONDS", 0.0)
     monkeypatch.setattr(publisher, "COALESCE_INTERVAL_SECONDS", 1.0)
     with FaultyApi() as api:
         plugin = PluginOnApi(root, api)

@@ -21,7 +21,7 @@ from controller.fence.fence import Fence, FenceSettings, Withdrawable
 from controller.fence.withdrawals import Withdrawals
 from controller.steps import Step
 from driver.errors import ApiError
-from driver.steps import Moment
+from driver.step_observer import Moment
 from tests.support.api_server import Object, ObjectApi, Route
 from tests.support.clock import FakeClock
 from tests.support.fence_race import POOL, ClaimsCache, Race, allocate, claims_cache, new_claim, without_fence

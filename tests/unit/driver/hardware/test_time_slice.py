@@ -12,8 +12,8 @@ import pytest
 
 from driver.errors import HardwareError
 from driver.hardware import time_slice as module
+from driver.hardware.host import Host
 from driver.hardware.host_paths import HostPaths
-from driver.hardware.node_gpus import Host
 from driver.hardware.time_slice import TimeSliceTool
 from driver.model.gpu import Gpu
 from driver.model.gpu_settings import ComputeMode, TimeSlice

@@ -9,8 +9,8 @@ from typing import Any
 import pynvml
 import pytest
 
+from driver.hardware.host import Host
 from driver.hardware.host_paths import HostPaths
-from driver.hardware.node_gpus import Host
 from driver.hardware.pci_distance import Level, level, links_between, place_of
 from driver.simulator.description import known_descriptions, load_description
 from driver.simulator.node import SimulatedNode

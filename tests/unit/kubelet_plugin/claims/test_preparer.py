@@ -9,7 +9,7 @@ import pytest
 
 from driver.errors import ClaimError
 from driver.model.gpu import Placement
-from driver.steps import Moment
+from driver.step_observer import Moment
 from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.inventory.inventory import ClaimReference
 from tests.support.claims import result

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from driver.errors import HardwareError, RecoverableError
-from driver.steps import Moment
+from driver.step_observer import Moment
 from kubelet_plugin.claims.killable_steps import NodeStep, Observer
 from tests.support.node import start_node
 

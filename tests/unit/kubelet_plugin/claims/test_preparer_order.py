@@ -10,7 +10,7 @@ import pytest
 
 from driver.errors import ApiError, ClaimError, HardwareError
 from driver.simulator import nvml_session
-from driver.steps import Moment
+from driver.step_observer import Moment
 from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.dra.protocol.generated import dra_v1_pb2
 from kubelet_plugin.dra.service import DraService

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from driver.errors import HardwareError
-from driver.steps import Moment
+from driver.step_observer import Moment
 from kubelet_plugin.claims.killable_steps import NodeStep
 from tests.support.care import Care
 from tests.support.health import HealthUnderTest

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from driver.clock import written_time
-from driver.hardware.node_gpus import TimeoutRunner
+from driver.hardware.host import TimeoutRunner
 from driver.model.gpu_health import ConditionType, EventKind, GpuEvent
 from driver.model.plan import ClearedFaults, FaultKind, PlanSpec
 from driver.model.xid import XIDS, Meaning, is_fatal

@@ -18,7 +18,7 @@ from driver.kube.types import Claim, ReportedDevice
 from driver.model.device import Device
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks, LockTimeoutError
 from kubelet_plugin.checkpoint.records import ClaimRecord
-from kubelet_plugin.claims.held_claims import HeldClaims
+from kubelet_plugin.claims.claim_stores import HeldClaims
 from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.health.monitor import GPU_UNHEALTHY
 from kubelet_plugin.inventory.inventory import ClaimReference

@@ -17,7 +17,7 @@ import pytest
 
 from driver.config.shared_flags import ListenAddress
 from driver.errors import StateError
-from driver.hardware import node_gpus as hardware_host
+from driver.hardware import host as hardware_host
 from driver.kube.events import Recorder
 from driver.simulator.node import SimulatedNode
 from kubelet_plugin.dra.protocol.generated import registration_v1_pb2

@@ -14,7 +14,7 @@ import pytest
 from driver.errors import HardwareError, StateError
 from driver.model.gpu import Placement
 from driver.model.gpu_health import ConditionType
-from kubelet_plugin.cdi.directory import CdiDirectory
+from kubelet_plugin.cdi.spec_files import CdiDirectory
 from kubelet_plugin.inventory.inventory import ClaimReference
 from tests.support.care import Care
 from tests.support.claims import result
@@ -258,7 +258,7 @@ class TestWhatIsLost:
 def test_a_hung_release_does_not_keep_others_from_being_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kubelet_plugin.reconcile.claim_reconciler.ROUND_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr("kubelet_plugin.reconcile.recovery.ROUND_TIMEOUT_SECONDS", 0.5)
     node = start_node(tmp_path)
     claims = [node.api.allocate(f"infer-{gpu}", f"gpu-{gpu}-mig-1g10gb-6") for gpu in range(2)]
     with monkeypatch.context() as broken:

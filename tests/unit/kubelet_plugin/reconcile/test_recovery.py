@@ -12,8 +12,8 @@ import pytest
 
 from driver.errors import ClaimError, HardwareError, RecoverableError, StateError
 from driver.model.gpu import Placement
-from driver.steps import Moment
-from kubelet_plugin.cdi.directory import CdiDirectory
+from driver.step_observer import Moment
+from kubelet_plugin.cdi.spec_files import CdiDirectory
 from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.inventory.inventory import ClaimReference
 from tests.support.claims import result

@@ -15,7 +15,7 @@ from driver.model.plan import CURATED, PATH, PlanMode, PlanStatus
 from driver.slices.pool_names import Pool
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.plan.instructions import WatchedInstructions
-from kubelet_plugin.plan.writers import FenceRelease, PlanStatusWriter
+from kubelet_plugin.plan.plan_status import FenceRelease, PlanStatusWriter
 from tests.support.api_server import ObjectApi
 from tests.support.running import eventually, in_thread
 

@@ -11,9 +11,9 @@ import pynvml
 import pytest
 
 from driver.errors import EnvironmentFault, HardwareError
-from driver.hardware.discovery import semantic_version
+from driver.hardware.gpu_properties import semantic_version
+from driver.hardware.host import Discovery, Host, load_nvml
 from driver.hardware.host_paths import HostPaths
-from driver.hardware.node_gpus import Discovery, Host, load_nvml
 from driver.hardware.pci_distance import numa_node, pci_address, pcie_root
 from driver.model.device import number_gpus
 from driver.model.gpu import MigMode, Placement
@@ -217,7 +217,7 @@ def test_missing_device_nodes_and_capability_files_are_named(simulated: Simulate
 def test_a_gpu_that_hangs_keeps_nobody_waiting_for_the_others(
     simulated: SimulatedNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("driver.hardware.node_gpus.GPU_ANSWER_TIMEOUT_SECONDS", 2.0)
+    monkeypatch.setattr("driver.hardware.host.GPU_ANSWER_TIMEOUT_SECONDS", 2.0)
     go_on = threading.Event()
 
     def hangs(handle: Any) -> str:

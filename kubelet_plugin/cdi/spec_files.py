@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from driver.errors import EnvironmentFault, StateError
-from kubelet_plugin.cdi.spec import CLASS, CdiDevice, SpecFormat, devices_in
+from kubelet_plugin.cdi.spec_format import CLASS, CdiDevice, SpecFormat, devices_in
 from kubelet_plugin.checkpoint import files
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ import pynvml
 
 from driver.errors import EnvironmentFault, HardwareError
 from driver.hardware.device_nodes import DeviceNodes
-from driver.hardware.discovery import read_gpu, with_cliques
 from driver.hardware.events import Events
+from driver.hardware.gpu_properties import read_gpu, with_cliques
 from driver.hardware.host_paths import HOST, HostPaths, boot_id
 from driver.hardware.mig import MigOperations
 from driver.hardware.nvml_errors import described, fact, nvml_call

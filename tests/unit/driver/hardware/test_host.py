@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from driver.errors import HardwareError
-from driver.hardware.node_gpus import TimeoutRunner
+from driver.hardware.host import TimeoutRunner
 from tests.harness.waiting import wait_for
 
 

@@ -15,9 +15,9 @@ import pytest
 from driver.errors import EnvironmentFault, StateError
 from driver.hardware.device_nodes import DeviceNode
 from driver.hardware.host_paths import HostPaths
-from kubelet_plugin.cdi.directory import CdiDirectory
 from kubelet_plugin.cdi.driver_files import DriverFiles, find_driver_files
-from kubelet_plugin.cdi.spec import CdiDevice, Spec, SpecFormat, variable
+from kubelet_plugin.cdi.spec_files import CdiDirectory
+from kubelet_plugin.cdi.spec_format import CdiDevice, Spec, SpecFormat, variable
 from tests.support.disks import mounted
 
 UID = "2f0c3c1e-93a5-4d6f-9f4e-1c0f1b1e6a77"

@@ -7,8 +7,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
+from driver.clock import wait_until
 from driver.errors import FatalError
 
 EXIT_TIMEOUT_SECONDS = 3.0
@@ -42,13 +43,3 @@ def leave(log: logging.Logger) -> None:
 def _remaining() -> list[threading.Thread]:
     """Threads that keep the process from ending."""
     return [thread for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
-
-
-def wait_until(timeout_s: float, condition: Callable[[], object], interval_s: float) -> bool:
-    """Poll ``condition`` every ``interval_s`` seconds; returns whether it became true in time."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() >= end:
-            return False
-        time.sleep(interval_s)
-    return True

@@ -8,7 +8,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from driver.hardware.discovery import known_memory, read_memory_bandwidth
+from driver.hardware.gpu_properties import known_memory, read_memory_bandwidth
 from driver.simulator.description import known_descriptions, load_description
 from driver.simulator.products import facts
 from tests.support.published import discover

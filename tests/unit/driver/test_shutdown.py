@@ -7,7 +7,7 @@ import sys
 
 LATE_START = """
 import logging, threading, time
-from driver.hung_threads import leave
+from driver.shutdown import leave
 
 go, begun, start = threading.Event(), threading.Event(), threading._start_new_thread
 
@@ -36,11 +36,11 @@ def test_a_thread_that_is_just_being_started_is_waited_for_as_any_other() -> Non
 
 HANGING = """
 import logging, threading
-from driver import hung_threads
+from driver import shutdown
 
-hung_threads.EXIT_TIMEOUT_SECONDS = 0.1
+shutdown.EXIT_TIMEOUT_SECONDS = 0.1
 threading.Thread(target=threading.Event().wait, name="nvml").start()
-hung_threads.leave(logging.getLogger())
+shutdown.leave(logging.getLogger())
 print("left")
 """
 
