@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from controller.settings import ControllerSettings, controller_settings
-from controller.steps import Observer, Step
+from controller.step_names import Observer, Step
 from driver.http import Check, health_pages, serve
 from driver.kube.client import ApiReach
 from driver.logs import with_logs

@@ -25,7 +25,7 @@ from controller.explain.events import COMPONENT
 from controller.fence.fence import Fence, FenceSettings
 from controller.report.cluster_view import ClusterView
 from controller.settings import ControllerSettings
-from controller.steps import Observer, Step
+from controller.step_names import Observer, Step
 from driver.kube.client import KubeClient
 from driver.kube.events import Recorder
 from driver.kube.work_loop import Loop

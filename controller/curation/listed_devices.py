@@ -20,7 +20,7 @@ from itertools import chain, islice, zip_longest
 from typing import NamedTuple
 
 from controller.cluster.fleet import Fleet, FleetGpu, Hardware
-from controller.demand.queued_workloads import Countable
+from controller.demand.queued_workloads import QueuedNeed
 from driver.model.offer import FULL, Offer, OfferKind
 
 
@@ -47,7 +47,7 @@ class ListedDevices:
         self._least: Mapping[ProductKind, int] = {}
         """How many devices of each kind are listed at least."""
 
-    def update(self, fleet: Fleet, nodes: Collection[str], queued: Iterable[Countable] = ()) -> frozenset[Offer]:
+    def update(self, fleet: Fleet, nodes: Collection[str], queued: Iterable[QueuedNeed] = ()) -> frozenset[Offer]:
         """The devices to list, on GPUs of ``nodes``, which follow their plans; some may be offered at present.
 
         ``queued``: what queued Workloads need; it is listed until they are admitted.
@@ -63,14 +63,14 @@ class ListedDevices:
         self._queued = frozenset(self._for_queued(fleet, nodes, queued))
         return self._listed | self._queued
 
-    def _for_queued(self, fleet: Fleet, nodes: Collection[str], queued: Iterable[Countable]) -> set[Offer]:
+    def _for_queued(self, fleet: Fleet, nodes: Collection[str], queued: Iterable[QueuedNeed]) -> set[Offer]:
         """What queued Workloads need in addition to the minimum, preferably what was listed before."""
         chosen: set[Offer] = set()
         before = {offer for offer in self._queued - self._listed if _is_possible(fleet, offer, nodes)}
         for need in queued:
-            missing = need.needed - sum(1 for offer in chain(self._listed, chosen) if _counts(need, offer))
+            missing = need.count - sum(1 for offer in chain(self._listed, chosen) if _serves(need, offer))
             if missing > 0:
-                again = sorted((offer for offer in before - chosen if _counts(need, offer)), key=str)
+                again = sorted((offer for offer in before - chosen if _serves(need, offer)), key=str)
                 more = _possible(fleet, need, {*self._listed, *chosen, *again}, nodes)
                 chosen |= {*islice(chain(again, more), missing)}
         return chosen
@@ -117,16 +117,16 @@ def _on_node(gpus: Iterable[FleetGpu], kind: ProductKind) -> Iterator[Offer]:
                     yield Offer(gpu.gpu.uuid, spot)
 
 
-def _counts(need: Countable, offer: Offer) -> bool:
+def _serves(need: QueuedNeed, offer: Offer) -> bool:
     """Whether the device of ``offer`` is one of those that are needed."""
     return any(kind.has(offer.spot) and offer.gpu in gpus for kind, gpus in need.kinds.items())
 
 
-def _possible(fleet: Fleet, need: Countable, taken: Collection[Offer], nodes: Collection[str]) -> Iterator[Offer]:
+def _possible(fleet: Fleet, need: QueuedNeed, taken: Collection[Offer], nodes: Collection[str]) -> Iterator[Offer]:
     """The needed devices that may be listed, none of ``taken``."""
     for gpu in fleet:
         if gpu.node in nodes and any(gpu.gpu.uuid in gpus for gpus in need.kinds.values()):
             for spot in gpu.layout.devices:
                 offer = Offer(gpu.gpu.uuid, spot)
-                if _counts(need, offer) and offer not in taken and gpu.unheld.state.admits(spot):
+                if _serves(need, offer) and offer not in taken and gpu.unheld.state.admits(spot):
                     yield offer

@@ -16,7 +16,7 @@ MAX_SETS = 64
 """Sets of GPUs of which the positions are remembered; the same sets are needed again and again."""
 
 
-class FleetSpot(NamedTuple):
+class FleetPlace(NamedTuple):
     """A spot on a GPU of the fleet, by clique and by position of the GPU in its clique."""
 
     clique: int
@@ -31,8 +31,8 @@ class CliqueCandidate(NamedTuple):
     clique: int
 
     @property
-    def place(self) -> FleetSpot:
-        return FleetSpot(self.clique, self.ranked.position, self.ranked.spot)
+    def place(self) -> FleetPlace:
+        return FleetPlace(self.clique, self.ranked.position, self.ranked.spot)
 
 
 class CliqueCandidates(NamedTuple):
@@ -43,12 +43,12 @@ class CliqueCandidates(NamedTuple):
 
     def changed(self, new: Mapping[int, CliqueCandidate | None]) -> CliqueCandidates:
         by_clique, ordered = dict(self.by_clique), list(self.ordered)
-        for at, candidate in new.items():
-            before = by_clique.pop(at, None)
+        for clique, candidate in new.items():
+            before = by_clique.pop(clique, None)
             if before is not None:
                 del ordered[bisect_left(ordered, before)]
             if candidate is not None:
-                by_clique[at] = candidate
+                by_clique[clique] = candidate
                 insort(ordered, candidate)
         return CliqueCandidates(by_clique, ordered)
 
@@ -64,47 +64,47 @@ class RankedFleet:
     """
 
     def __init__(self, fleet: Fleet, ranking: Ranking, before: RankedFleet | None = None) -> None:
-        self.fleet, self.hardware = fleet, fleet.hardware
+        self.fleet = fleet
         self.groups = list(fleet.cliques.values())
-        same = before if before is not None and before.hardware is self.hardware else None
+        same = before if before is not None and before.fleet.hardware is fleet.hardware else None
         changed = range(len(self.groups)) if same is None else _changed(same.groups, self.groups)
         self.cliques: list[RankedClique] = [] if same is None else list(same.cliques)
-        for at in changed:
-            self.cliques[at : at + 1] = [ranking.clique(tuple(ranking.gpu(gpu.state) for gpu in self.groups[at]))]
-        positions = ((gpu, (at, place)) for at, group in enumerate(self.groups) for place, gpu in enumerate(group))
-        self.position_of: Mapping[str, tuple[int, int]] = (
-            {gpu.gpu.uuid: position for gpu, position in positions} if same is None else same.position_of
-        )
+        for clique in changed:
+            ranked = ranking.clique(tuple(ranking.gpu(gpu.state) for gpu in self.groups[clique]))
+            self.cliques[clique : clique + 1] = [ranked]  # without an earlier state appended, otherwise replaced
+        self.position_of: dict[str, tuple[int, int]] = {} if same is None else same.position_of
         """Clique and position of every GPU; the same while the hardware is."""
+        for clique, group in enumerate(self.groups) if same is None else ():
+            self.position_of |= {gpu.gpu.uuid: (clique, position) for position, gpu in enumerate(group)}
         self.of_sets: dict[frozenset[str], Mapping[int, list[int]]] = {} if same is None else same.of_sets
         """The positions of sets of GPUs, as ``positions`` returns them."""
-        self.keys = sorted(frozenset[OfferKind]().union(*{clique.offered for clique in self.cliques}), key=str)
-        self.candidates = {key: self._candidates(key, same, changed) for key in self.keys}
-        """By key, the best place of each clique that has one."""
+        self.kinds = sorted(frozenset[OfferKind]().union(*{clique.offered for clique in self.cliques}), key=str)
+        self.candidates = {kind: self._candidates(kind, same, changed) for kind in self.kinds}
+        """By kind, the best place of each clique that has one."""
 
-    def uuid(self, place: FleetSpot) -> str:
+    def uuid(self, place: FleetPlace) -> str:
         return self.groups[place.clique][place.position].gpu.uuid
 
-    def within(self, place: FleetSpot, eligible: Eligible) -> bool:
+    def within(self, place: FleetPlace, eligible: Eligible) -> bool:
         return eligible is None or self.uuid(place) in eligible
 
-    def terms(self, place: FleetSpot) -> Terms:
+    def terms(self, place: FleetPlace) -> Terms:
         return self.cliques[place.clique].rank(place.position, place.spot)
 
-    def offer(self, place: FleetSpot) -> Offer:
+    def offer(self, place: FleetPlace) -> Offer:
         return Offer(self.uuid(place), place.spot)
 
-    def place(self, offer: Offer) -> FleetSpot | None:
+    def place(self, offer: Offer) -> FleetPlace | None:
         """The place of ``offer``; None if its GPU is gone or it is impossible next to allocated devices."""
         if offer.gpu not in self.position_of:
             return None
         clique, position = self.position_of[offer.gpu]
         spot = offer.spot
-        return FleetSpot(clique, position, spot) if self.cliques[clique].admits(position, spot) else None
+        return FleetPlace(clique, position, spot) if self.cliques[clique].admits(position, spot) else None
 
     def positions(self, eligible: Eligible) -> Mapping[int, list[int]]:
         if eligible is None:
-            return {at: list(range(len(group))) for at, group in enumerate(self.groups)}
+            return {clique: list(range(len(group))) for clique, group in enumerate(self.groups)}
         if eligible not in self.of_sets:
             if len(self.of_sets) >= MAX_SETS:
                 self.of_sets.clear()
@@ -114,22 +114,22 @@ class RankedFleet:
             self.of_sets[eligible] = by_clique
         return self.of_sets[eligible]
 
-    def places(self, key: OfferKind, eligible: Eligible) -> Iterator[FleetSpot]:
+    def places(self, kind: OfferKind, eligible: Eligible) -> Iterator[FleetPlace]:
         for clique, positions in self.positions(eligible).items():
             for position in positions:
-                for spot in self.cliques[clique].gpus[position].places(key):
-                    yield FleetSpot(clique, position, spot)
+                for spot in self.cliques[clique].gpus[position].places(kind):
+                    yield FleetPlace(clique, position, spot)
 
-    def _candidates(self, key: OfferKind, before: RankedFleet | None, changed: Collection[int]) -> CliqueCandidates:
-        candidates = before.candidates.get(key) if before is not None else None
+    def _candidates(self, kind: OfferKind, before: RankedFleet | None, changed: Collection[int]) -> CliqueCandidates:
+        candidates = before.candidates.get(kind) if before is not None else None
         if candidates is None:
             candidates, changed = NO_CANDIDATES, range(len(self.cliques))
-        best_of = {at: self.cliques[at].best(key) for at in changed}
+        best_of = {clique: self.cliques[clique].best(kind) for clique in changed}
         return candidates.changed(
-            {at: None if best is None else CliqueCandidate(best, at) for at, best in best_of.items()}
+            {clique: None if best is None else CliqueCandidate(best, clique) for clique, best in best_of.items()}
         )
 
 
 def _changed(before: Sequence[tuple[FleetGpu, ...]], after: Sequence[tuple[FleetGpu, ...]]) -> list[int]:
     pairs = enumerate(zip(before, after, strict=True))
-    return [at for at, (was, now) in pairs if was is not now and was != now]
+    return [clique for clique, (was, now) in pairs if was is not now and was != now]

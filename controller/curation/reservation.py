@@ -79,7 +79,7 @@ def _has_room(queue: Queue, pod: Pod) -> bool:
     """True, too, for a pod whose claims can't be evaluated, or are for other drivers' devices."""
     combinations = [requirements for requirements in queue.combinations(pod) if requirements.requests]
     nodes = queue.nodes_for(pod)
-    return not combinations or any(queue.feasibility.could(requirements, nodes) for requirements in combinations)
+    return not combinations or any(queue.feasibility.may_fit(requirements, nodes) for requirements in combinations)
 
 
 def _emptiest(queue: Queue, pod: Pod) -> frozenset[str]:
@@ -89,7 +89,7 @@ def _emptiest(queue: Queue, pod: Pod) -> frozenset[str]:
     for requirements in queue.combinations(pod):
         budget = Budget()
         for node in reversed(feasibility.nodes):
-            if node not in eligible or not unheld.could(requirements, frozenset({node})):
+            if node not in eligible or not unheld.may_fit(requirements, frozenset({node})):
                 continue
             gpus = sorted(feasibility.fleet.nodes[node], key=lambda entry: -entry.state.free)
             states = tuple(entry.unheld.state for entry in gpus)

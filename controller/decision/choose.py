@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from controller.cluster.claim_index import PoolDevice
-from controller.curation.disjoint import DisjointPlanner
+from controller.curation.counters_planner import CountersPlanner
+from controller.curation.disjoint_planner import DisjointPlanner
 from controller.curation.listed_devices import ListedDevices
-from controller.curation.planner import CountersPlanner, OfferPlanner, PlannedOffers
+from controller.curation.planner import OfferPlanner, PlannedOffers
 from controller.decision.read import DecisionInput, NodeStates
 from controller.demand.pending_claims import Queue
-from controller.demand.queued_workloads import countable
+from controller.demand.queued_workloads import queued_needs
 from controller.settings import ControllerSettings
 from driver.kube.types import Pod
 from driver.model.offer import Offer
@@ -122,7 +123,7 @@ class ChooseStage:
         nominated = self._nominated.update(seen.queue, devices.offered)
         listed: Collection[Offer] = ()
         if seen.mode is OfferMode.COUNTERS:  # listed devices would keep disjoint offers that overlap them waiting
-            needed = () if seen.queued is None else countable(seen.queued)
+            needed = () if seen.queued is None else queued_needs(seen.queued)
             if needed or self._listed_for is not seen.nodes:
                 self._listed = self._listed_devices.update(seen.fleet, seen.nodes.following, needed)
                 self._listed_for = None if needed else seen.nodes

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from controller.cluster.cache import ClusterCache, Snapshot
+from controller.cluster.device_index import DeviceIndex
 from controller.cluster.node_views import UnreportedNodes
-from controller.cluster.published_offers import DeviceIndex
 from controller.decision.choose import ChosenOffers, WaitsFor
 from controller.decision.read import DecisionInput
 from controller.demand.feasibility import Feasibility
@@ -98,7 +98,7 @@ def decided_view(
 ) -> ClusterView:
     """The view of a decision, for another thread, whose results the next decision does not remember."""
     present = queue.feasibility
-    apart = queue.on(Feasibility(present.fleet, present.matching, imagined=True))
+    apart = queue.with_feasibility(Feasibility(present.fleet, present.matching, is_hypothetical=True))
     return ClusterView(snapshot, present.fleet, devices, apart, decided=reasons)
 
 

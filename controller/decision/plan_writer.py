@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from controller.steps import Observer, Step
+from controller.step_names import Observer, Step
 from driver.errors import CONFLICT, ApiError
 from driver.kube.client import KubeClient, Object
 from driver.kube.types import GpuNodePlan

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from controller.cluster.cache import ClusterCache, Snapshot
+from controller.cluster.device_index import DeviceIndex
 from controller.cluster.fleet import Fleet
 from controller.cluster.fleet_builder import FleetBuilder
-from controller.cluster.kueue import KueueQueue
+from controller.cluster.kueue_workloads import KueueQueue
 from controller.cluster.node_views import (
     ALL_REPORTED,
     UnreportedNodes,
@@ -19,7 +20,6 @@ from controller.cluster.node_views import (
     refusing_nodes,
     silent_nodes,
 )
-from controller.cluster.published_offers import DeviceIndex
 from controller.curation.offer_mode import ClusterMode
 from controller.demand.feasibility import Matching
 from controller.demand.node_eligibility import Eligibility

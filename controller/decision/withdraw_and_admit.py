@@ -11,14 +11,14 @@ from dataclasses import replace
 
 from controller.cluster.cache import ClusterCache
 from controller.cluster.claim_index import PoolDevice
+from controller.cluster.device_index import DeviceIndex
 from controller.cluster.fleet import Fleet
-from controller.cluster.published_offers import DeviceIndex
 from controller.decision.choose import ChosenOffers, WaitsFor
 from controller.decision.read import DecisionInput
 from controller.fence.fence import Fence
 from controller.fence.withdrawals import Withdrawals
 from controller.settings import ControllerSettings
-from controller.steps import Observer
+from controller.step_names import Observer
 from driver.errors import ApiError
 from driver.kube.types import GpuNodePlan
 from driver.model.offer import Offer

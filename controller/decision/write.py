@@ -22,7 +22,7 @@ from controller.demand.demand import nodes_matching_held
 from controller.demand.feasibility import Nodes
 from controller.eviction.overlapping_allocations import OverlapEvictor
 from controller.settings import ControllerSettings
-from controller.steps import Observer
+from controller.step_names import Observer
 from driver.kube.client import KubeClient
 from driver.kube.types import GpuNodePlan
 from driver.model.offer import Offer

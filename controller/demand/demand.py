@@ -1,7 +1,7 @@
 """The devices that must be offered so that pending claims can be allocated (pure).
 
 Demand for a claim that requests one device names the GPUs that have it; for several devices, the sets of GPUs of which
-one must provide them all. A claim whose requirements a key and a set of GPUs can't express (devices of different kinds
+one must provide them all. A claim whose requirements a kind and a set of GPUs can't express (devices of different kinds
 on one node, different values of an attribute, certain placements) gets demand on the fullest node that satisfies it.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from controller.demand.feasibility import Feasibility, Group, Kind, Nodes
+from controller.demand.feasibility import Feasibility, Group, Nodes, SelectedKind
 from controller.demand.gpu_equivalence_classes import BY_PLACEMENT
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements, DeviceRequest
@@ -26,18 +26,18 @@ Eligible = frozenset[str] | None
 
 @dataclass(frozen=True)
 class Demand:
-    """Devices that pending claims need: ``count`` of ``key`` on the GPUs of ``eligible``.
+    """Devices that pending claims need: ``count`` of ``kind`` on the GPUs of ``eligible``.
 
     ``together`` names sets of GPUs of which one must provide all ``count`` (a matchAttribute constraint): the GPUs of
-    each clique for training, each GPU alone for partitions of one GPU. ``everything``: offer all that is possible on
+    each clique for training, each GPU alone for partitions of one GPU. ``all_devices``: offer all that is possible on
     those GPUs (for a claim that selects more finely than by GPU, or that no offer served).
     """
 
-    key: OfferKind
+    kind: OfferKind
     count: int = 1
     eligible: Eligible = None
     together: tuple[frozenset[str], ...] = ()
-    everything: bool = False
+    all_devices: bool = False
 
 
 def demand_of(queue: Queue, widened: Mapping[str, Nodes] = NONE) -> list[Demand]:
@@ -46,7 +46,7 @@ def demand_of(queue: Queue, widened: Mapping[str, Nodes] = NONE) -> list[Demand]
     Offers for the pods of a gang that are still to be created must stand when the scheduler first tries: it tries again
     after a second, and then ever later. Claims for one device with the same eligible GPUs make one demand.
 
-    ``widened``: nodes that offer all matching devices for the claim of that key (``controller.curation.wider_offers``).
+    ``widened``: by key of a claim, the nodes that offer all matching devices (``controller.curation.overdue_claims``).
     """
     placeable = (pending for pending in queue.pending if pending.key not in queue.held_back)
     demands = [demand for pending in placeable for demand in _of_claim(queue, pending)]
@@ -56,15 +56,15 @@ def demand_of(queue: Queue, widened: Mapping[str, Nodes] = NONE) -> list[Demand]
     for pending in queue.pending:
         if pending.key in widened:
             demands += _all_of_claim(queue, pending, widened[pending.key])
-    demands += [Demand(kind.key, 1, gpus, everything=True) for kind, gpus in _matching_held(queue)]
+    demands += [Demand(selected.kind, 1, gpus, all_devices=True) for selected, gpus in _matching_held(queue)]
     plain: Counter[tuple[OfferKind, Eligible]] = Counter()
     rest: list[Demand] = []
     for demand in demands:
-        if demand.together or demand.everything:
+        if demand.together or demand.all_devices:
             rest.append(demand)
         else:
-            plain[demand.key, demand.eligible] += demand.count
-    return [*(Demand(key, count, eligible) for (key, eligible), count in plain.items()), *rest]
+            plain[demand.kind, demand.eligible] += demand.count
+    return [*(Demand(kind, count, eligible) for (kind, eligible), count in plain.items()), *rest]
 
 
 def nodes_matching_held(queue: Queue) -> Nodes:
@@ -73,7 +73,7 @@ def nodes_matching_held(queue: Queue) -> Nodes:
     return frozenset(queue.feasibility.fleet.gpus[uuid].node for uuid in gpus)
 
 
-def _matching_held(queue: Queue) -> Iterator[tuple[Kind, Group]]:
+def _matching_held(queue: Queue) -> Iterator[tuple[SelectedKind, Group]]:
     """Kinds of devices and GPUs that pending claims match whether they are held or not."""
     for pending, request in queue.matching_held:
         yield from queue.feasibility.kinds(request.selector, queue.nodes(pending)).items()
@@ -81,7 +81,7 @@ def _matching_held(queue: Queue) -> Iterator[tuple[Kind, Group]]:
 
 def _of_claim(queue: Queue, pending: PendingClaim) -> Iterator[Demand]:
     """For each request one demand for every kind of device that it selects."""
-    requirements = queue.chosen(pending)
+    requirements = queue.preferred_requirements(pending)
     if requirements is None:
         return
     nodes = queue.nodes(pending)
@@ -92,31 +92,32 @@ def _of_claim(queue: Queue, pending: PendingClaim) -> Iterator[Demand]:
     for index, request in enumerate(requirements.requests):
         concerning = (constraint for constraint in requirements.constraints if index in constraint.requests)
         attributes = tuple(constraint.attribute for constraint in concerning if not constraint.distinct)
-        for kind in queue.feasibility.kinds(request.selector, nodes):
-            yield from _of_kind(queue.feasibility, request, kind, nodes, attributes)
+        for selected in queue.feasibility.kinds(request.selector, nodes):
+            yield from _of_kind(queue.feasibility, request, selected, nodes, attributes)
 
 
 def _all_of_claim(queue: Queue, pending: PendingClaim, nodes: Nodes) -> Iterator[Demand]:
     """All devices on ``nodes`` for a claim and the other claims of its pods, for every alternative."""
     companions = queue.companions(pending)
     for request in {request for companion in companions for request in queue.requests(companion)}:
-        for kind, gpus in queue.feasibility.kinds(request.selector, nodes).items():
-            yield Demand(kind.key, request.count or 1, gpus, everything=True)
+        for selected, gpus in queue.feasibility.kinds(request.selector, nodes).items():
+            yield Demand(selected.kind, request.count or 1, gpus, all_devices=True)
 
 
 def _of_kind(
-    feasibility: Feasibility, request: DeviceRequest, kind: Kind, nodes: Nodes, attributes: tuple[str, ...]
+    feasibility: Feasibility, request: DeviceRequest, selected: SelectedKind, nodes: Nodes, attributes: tuple[str, ...]
 ) -> Iterator[Demand]:
     """``attributes``: each device must have them, and all the same values."""
-    count = feasibility.count(request, kind, nodes)
-    eligible = feasibility.kinds(request.selector, nodes)[kind]
+    count = feasibility.count(request, selected, nodes)
+    eligible = feasibility.kinds(request.selector, nodes)[selected]
     if attributes:
-        eligible = frozenset().union(*feasibility.sets(request, kind, nodes, attributes))
+        eligible = frozenset().union(*feasibility.sets(request, selected, nodes, attributes))
     if not count or not eligible:
         return
-    anywhere = kind.starts is None and len(eligible) == feasibility.having(kind.key)
-    together = feasibility.groups(request, kind, nodes, attributes) if request.count != 1 else ()
-    yield Demand(kind.key, count, None if anywhere else eligible, together, everything=kind.starts is not None)
+    by_placement = selected.starts is not None
+    anywhere = not by_placement and len(eligible) == feasibility.having(selected.kind)
+    together = feasibility.groups(request, selected, nodes, attributes) if request.count != 1 else ()
+    yield Demand(selected.kind, count, None if anywhere else eligible, together, all_devices=by_placement)
 
 
 def _on_one_node(
@@ -124,13 +125,13 @@ def _on_one_node(
 ) -> Iterable[Demand] | None:
     """Demand on the node found for a claim that sets of GPUs can't describe; None for other claims.
 
-    Where devices of several kinds are allocated together, everything is offered: the best place of one kind may
+    Where devices of several kinds are allocated together, all are offered: the best place of one kind may
     lie on the very GPU that another kind needs.
     """
     feasibility, companions = queue.feasibility, queue.companions(pending)
-    all_claims = [claim for claim in map(queue.chosen, companions) if claim is not None]
+    all_claims = [claim for claim in map(queue.preferred_requirements, companions) if claim is not None]
     requests = [request for claim in all_claims for request in claim.requests]
-    kinds = {kind for request in requests for kind in feasibility.kinds(request.selector, nodes)}
+    kinds = {selected for request in requests for selected in feasibility.kinds(request.selector, nodes)}
     several = len(requirements.requests) > 1
     by_placement = any(
         constraint.attribute.rpartition("/")[2] == BY_PLACEMENT for constraint in requirements.constraints
@@ -138,16 +139,16 @@ def _on_one_node(
     finer = by_placement or any(constraint.distinct or several for constraint in requirements.constraints)
     single = len(requirements.requests) == len(companions) == 1
     mixed = len(kinds) > 1 and not (single and requirements.requests[0].count in {1, None})
-    exact = finer or mixed or any(kind.starts is not None for kind in kinds)
+    exact = finer or mixed or any(selected.starts is not None for selected in kinds)
     if single and not exact:
         return None
-    node = queue.found(pending).node
+    node = queue.find_node(pending).node
     if node is None:
         return None
     only = frozenset({node})
     return [
-        Demand(kind.key, count, gpus, everything=exact)
+        Demand(selected.kind, count, gpus, all_devices=exact)
         for request in requirements.requests
-        for kind, gpus in feasibility.kinds(request.selector, only).items()
-        if (count := feasibility.count(request, kind, only))
+        for selected, gpus in feasibility.kinds(request.selector, only).items()
+        if (count := feasibility.count(request, selected, only))
     ]

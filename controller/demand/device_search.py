@@ -16,7 +16,7 @@ from functools import lru_cache
 from controller.cluster.fleet import FleetGpu
 from controller.demand.requirements import MAX_DEVICES, AttributeConstraint, ClaimRequirements
 from controller.demand.selected_devices import Matches
-from driver.model.device import SLICE_VALUE
+from driver.model.device import SLICE_VALUE, share_weight
 from driver.model.offer import SHARE, OfferKind, Spot
 from driver.placement.occupancy import GpuState
 
@@ -30,16 +30,17 @@ States = tuple[GpuState, ...]
 Bound = tuple[Hashable, ...]
 """For each constraint the value that its devices share, None while it has no devices; if distinct, all their values."""
 
-ValueOf = Callable[[FleetGpu, OfferKind, int, str], Hashable | None]
+ValueOf = Callable[[FleetGpu, Spot, str], Hashable | None]
+"""The value of an attribute of the device at a spot; None if it has none."""
 
 
 @lru_cache(1 << 16)
 def free_spots(state: GpuState, matches: Matches) -> tuple[Spot, ...]:
     """The spots at which a selected device could be allocated; of shares, which are equivalent, the first."""
     free: list[Spot] = []
-    for key, starts in matches.keys.items():
-        spots = [spot for spot in state.spots(key) if starts is None or spot.at in starts]
-        free += spots[:1] if key == SHARE else spots
+    for kind, starts in matches.starts_by_kind.items():
+        spots = [spot for spot in state.spots(kind) if starts is None or spot.at in starts]
+        free += spots[:1] if kind == SHARE else spots
     return tuple(free)
 
 
@@ -49,18 +50,18 @@ def most_devices(state: GpuState, matches: Matches) -> int:
     return max((1 + most_devices(state.take(spot), matches) for spot in free_spots(state, matches)), default=0)
 
 
-def slices_of(state: GpuState, key: OfferKind) -> float:
-    """The memory slices that a device of ``key`` takes on such a GPU."""
-    if key == SHARE and state.shares:
-        return SLICE_VALUE // state.shares * state.geometry.slices / SLICE_VALUE
-    windows = state.geometry.windows.get(key.profile or "", ())
+def slices_of(state: GpuState, kind: OfferKind) -> float:
+    """The memory slices that a device of ``kind`` takes on such a GPU."""
+    if kind == SHARE and state.shares:
+        return share_weight(state.shares) * state.geometry.slices / SLICE_VALUE
+    windows = state.geometry.windows.get(kind.profile or "", ())
     return float(windows[0].bit_count() if windows else state.geometry.slices)
 
 
 def is_in_use(entry: FleetGpu, matches: Matches) -> bool:
-    """Whether a selected device is published and not free: allocated, or tainted.
+    """Whether the scheduler would refuse a request for all devices here: a selected device is held, or tainted.
 
-    Of an unhealthy GPU only held devices are published, and of any other none that overlaps a held one.
+    Others need no check: neither devices that overlap a held one nor free devices of an unhealthy GPU are published.
     """
     if any(matches.has(*device.spot) for device in entry.held):
         return True
@@ -97,14 +98,17 @@ def fits(
     value_of: ValueOf,
     budget: Budget,
     *,
-    in_use: bool = True,
+    refuse_all_if_in_use: bool = True,
 ) -> SearchOutcome:
     """Whether ``gpus`` of one node, in ``states``, can provide all devices of ``requirements``.
 
-    ``in_use``: the scheduler refuses a request for all devices where one of them is in use.
+    ``refuse_all_if_in_use``: a request for all devices is refused, as by the scheduler, where one of them is in use.
     """
     matches = [[request.selector.on(entry) for entry in gpus] for request in requirements.requests]
-    return _DeviceSearch(gpus, states, requirements, matches, value_of, budget, in_use=in_use).run()
+    search = _DeviceSearch(
+        gpus, states, requirements, matches, value_of, budget, refuse_all_if_in_use=refuse_all_if_in_use
+    )
+    return search.run()
 
 
 def choose_devices(
@@ -142,7 +146,7 @@ class _DeviceSearch:
         value_of: ValueOf,
         budget: Budget,
         *,
-        in_use: bool = True,
+        refuse_all_if_in_use: bool = True,
     ) -> None:
         self._states, self._records = states, False
         self._order = _fewest_choices_first(states, requirements, matches)
@@ -158,7 +162,7 @@ class _DeviceSearch:
         self._counts = requirements.counts
         self._gpus = gpus
         self._value_of = value_of
-        self._in_use = in_use
+        self._refuse_all_if_in_use = refuse_all_if_in_use
         self._chosen: list[tuple[int, int, Spot]] = []
         self._failed: set[Hashable] = set()
         self._values: dict[Hashable, Hashable | None] = {}
@@ -187,15 +191,15 @@ class _DeviceSearch:
         needed = 0.0
         for request, row in zip(self._requests, self._matches, strict=True):
             pairs = zip(states, row, strict=True)
-            sizes = (slices_of(state, key) for state, matches in pairs for key in matches.keys)
+            sizes = (slices_of(state, kind) for state, matches in pairs for kind in matches.starts_by_kind)
             needed += (request.count or 1) * min(sizes, default=0)
         return needed
 
     def _satisfy(self, index: int, counts: tuple[int, ...], states: States, bound: Bound) -> bool:
         """Whether the requests from ``index`` on can be satisfied.
 
-        ``counts``: by claim, the devices of all its requests for a number, and of its requests for all devices that
-        come before ``index``.
+        ``counts``: devices by claim: fixed counts of all requests, plus what requests for all devices before ``index``
+        have taken.
         """
         if index == len(self._requests):
             return True
@@ -215,9 +219,9 @@ class _DeviceSearch:
         if where in self._failed:
             return False
         self._step()
-        for position, spot, now in self._choices(index, states, bound):
+        for position, spot, bound_after in self._choices(index, states, bound):
             self._chosen.append((index, position, spot))
-            if self._take(index, left - 1, counts, _taken(states, position, spot), now):
+            if self._take(index, left - 1, counts, _taken(states, position, spot), bound_after):
                 return True
             self._chosen.pop()
         self._failed.add(where)
@@ -244,29 +248,29 @@ class _DeviceSearch:
     def _choices(self, index: int, states: States, bound: Bound) -> Iterator[tuple[int, Spot, Bound]]:
         """Spots for one more device and the values they bind constraints to; of equivalent spots the first."""
         tried = set()
-        positions_differ = any(self._constraints[index + 1 :])
+        later_requests_have_constraints = any(self._constraints[index + 1 :])
         for position, (state, matches) in enumerate(zip(states, self._matches[index], strict=True)):
             others = tuple(row[position] for row in self._matches[index:])
             for spot in free_spots(state, matches):
-                now = self._bind(index, position, spot, bound)
-                equivalent = (position if positions_differ else None, state, others, spot, now)
-                if now is not None and equivalent not in tried:
+                bound_after = self._bind(index, position, spot, bound)
+                equivalent = (position if later_requests_have_constraints else None, state, others, spot, bound_after)
+                if bound_after is not None and equivalent not in tried:
                     tried.add(equivalent)
-                    yield position, spot, now
+                    yield position, spot, bound_after
 
     def _take_all(self, index: int, counts: tuple[int, ...], states: States, bound: Bound) -> bool:
         """Takes all selected devices that fit together; refused where one of them is not free."""
-        if self._in_use and any(map(is_in_use, self._gpus, self._matches[index])):
+        if self._refuse_all_if_in_use and any(map(is_in_use, self._gpus, self._matches[index])):
             return False
         claim, before = self._claims[index], len(self._chosen)
         for position, matches in enumerate(self._matches[index]):
             while free := free_spots(states[position], matches):
                 spot = free[0]
-                now = self._bind(index, position, spot, bound)
-                if now is None:
+                bound_after = self._bind(index, position, spot, bound)
+                if bound_after is None:
                     del self._chosen[before:]
                     return False
-                states, bound = _taken(states, position, spot), now
+                states, bound = _taken(states, position, spot), bound_after
                 self._chosen.append((index, position, spot))
         taken = len(self._chosen) - before
         counts = (*counts[:claim], counts[claim] + taken, *counts[claim + 1 :])
@@ -294,7 +298,7 @@ class _DeviceSearch:
     def _value(self, position: int, spot: Spot, attribute: str) -> Hashable | None:
         where = (position, spot, attribute)
         if where not in self._values:
-            self._values[where] = self._value_of(self._gpus[position], spot.kind, spot.at, attribute)
+            self._values[where] = self._value_of(self._gpus[position], spot, attribute)
         return self._values[where]
 
     def _step(self) -> None:

@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from controller.cluster.fleet import Fleet, FleetGpu, Hardware
 from controller.demand.device_search import Budget, SearchOutcome, States, fits, is_in_use, most_devices
 from controller.demand.requirements import ClaimRequirements, DeviceRequest
-from controller.demand.selected_devices import Matches, Selector, Selectors
+from controller.demand.selected_devices import Selector, Selectors, shared_matches
 from driver.model.offer import OfferKind, Spot
 from driver.placement.occupancy import GpuState
 
@@ -28,21 +28,22 @@ MAX_REQUIREMENTS, MAX_SELECTIONS = 64, 256
 MAX_ANSWERS = 4096
 """Answers of one kind that are remembered about one fleet."""
 
-T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 
 Nodes = frozenset[str]
 Group = frozenset[str]
 """UUIDs of GPUs."""
 
 
-class Kind(NamedTuple):
-    """Devices that a selector selects: a key, and where their placements start (None: anywhere)."""
+class SelectedKind(NamedTuple):
+    """Devices that a selector selects: their kind, and where their placements start (None: anywhere)."""
 
-    key: OfferKind
+    kind: OfferKind
     starts: frozenset[int] | None
 
     def has(self, spot: Spot) -> bool:
-        return spot.kind == self.key and (self.starts is None or spot.at in self.starts)
+        return spot.kind == self.kind and (self.starts is None or spot.at in self.starts)
 
 
 class NodeSearch(NamedTuple):
@@ -53,7 +54,7 @@ class NodeSearch(NamedTuple):
 
 
 KindQuery = tuple[Selector, Nodes]
-SetsQuery = tuple[Selector, Kind, Nodes, tuple[str, ...]]
+SetsQuery = tuple[Selector, SelectedKind, Nodes, tuple[str, ...]]
 NodeOutcomes = dict[str, tuple[tuple[FleetGpu, ...], SearchOutcome]]
 """The outcome on each node, with the GPUs for which it holds."""
 
@@ -64,11 +65,11 @@ class HardwareMemory:
 
     ``kinds`` by selector and nodes, and ``sets`` of GPUs by selector, kind, nodes and attributes. ``free`` slices and
     ``outcomes`` of a node hold as long as its GPUs are the same objects; ``order`` are the nodes by free slices.
-    ``present``, ``unheld`` and ``emptied`` are the last ``Feasibility`` of each kind.
+    ``present``, ``unheld`` and ``ideal`` are the last ``Feasibility`` of each kind.
     """
 
     hardware: Hardware | None
-    kinds: dict[KindQuery, dict[Kind, Group]] = field(default_factory=dict)
+    kinds: dict[KindQuery, dict[SelectedKind, Group]] = field(default_factory=dict)
     sets: dict[SetsQuery, list[list[str]]] = field(default_factory=dict)
     free: dict[str, tuple[tuple[FleetGpu, ...], float]] = field(default_factory=dict)
     order: list[tuple[float, str]] = field(default_factory=list)
@@ -76,7 +77,7 @@ class HardwareMemory:
     outcomes: dict[ClaimRequirements, NodeOutcomes] = field(default_factory=dict)
     present: Feasibility | None = None
     unheld: Feasibility | None = None
-    emptied: Feasibility | None = None
+    ideal: Feasibility | None = None
 
 
 class Matching(Selectors):
@@ -98,36 +99,38 @@ class Matching(Selectors):
 class Feasibility:
     """The GPUs that selectors select in one fleet, and the nodes that can satisfy requirements.
 
-    ``ideal``: as if nothing were held, all GPUs were healthy, in the MIG mode that is needed, and for every use.
-    Answers about a fleet that is only ``imagined`` are forgotten with it.
+    ``is_hypothetical``: its answers are not remembered for later fleets. ``is_ideal``: see ``ideal``.
     """
 
-    def __init__(self, fleet: Fleet, matching: Matching, *, ideal: bool = False, imagined: bool = False) -> None:
+    def __init__(
+        self, fleet: Fleet, matching: Matching, *, is_hypothetical: bool = False, is_ideal: bool = False
+    ) -> None:
         self.fleet = fleet
         self.matching = matching
-        self._ideal = ideal
-        self._imagined = imagined
-        self._memory = HardwareMemory(None) if imagined else matching.memory
+        self._is_hypothetical, self._is_ideal = is_hypothetical, is_ideal
+        self._memory = HardwareMemory(None) if is_hypothetical else matching.memory
         self._states: dict[str, States] = {}
         self._outcomes: dict[Hashable, SearchOutcome] = {}
         self._found: dict[tuple[ClaimRequirements, Nodes], NodeSearch] = {}
         self._sets: dict[SetsQuery, list[list[str]]] = {}
         self._groups: dict[Hashable, tuple[Group, ...]] = {}
-        self._matches: dict[Kind, Matches] = {}
 
     @property
-    def emptied(self) -> Feasibility:
-        """With ``ideal``; the same object as long as the hardware is."""
-        if self._memory.emptied is None:
-            self._memory.emptied = Feasibility(self.fleet, self.matching, ideal=True, imagined=True)
-        return self._memory.emptied
+    def ideal(self) -> Feasibility:
+        """As if nothing were held and every GPU were healthy, in the needed MIG mode and open to every use.
+
+        The same object while the hardware stays the same.
+        """
+        if self._memory.ideal is None:
+            self._memory.ideal = Feasibility(self.fleet, self.matching, is_hypothetical=True, is_ideal=True)
+        return self._memory.ideal
 
     @property
     def unheld(self) -> Feasibility:
         """As if nothing were held, and everything else as it is; the same object as long as ``Fleet.unheld`` is."""
         unheld = self._memory.unheld
         if unheld is None or unheld.fleet is not self.fleet.unheld:
-            unheld = self._memory.unheld = Feasibility(self.fleet.unheld, self.matching, imagined=True)
+            unheld = self._memory.unheld = Feasibility(self.fleet.unheld, self.matching, is_hypothetical=True)
         return unheld
 
     @cached_property
@@ -149,27 +152,27 @@ class Feasibility:
         return self._states[node]
 
     def state(self, entry: FleetGpu) -> GpuState:
-        if not self._ideal:
+        if not self._is_ideal:
             return entry.state
         geometry = entry.state.geometry
         return GpuState(geometry, shares=entry.shares, taken=(0,) * len(geometry.limits))
 
-    def on(self, nodes: Nodes) -> Iterator[FleetGpu]:
+    def gpus_on(self, nodes: Nodes) -> Iterator[FleetGpu]:
         return (entry for entry in self.fleet if entry.node in nodes)
 
-    def could(self, requirements: ClaimRequirements, nodes: Nodes) -> bool:
+    def may_fit(self, requirements: ClaimRequirements, nodes: Nodes) -> bool:
         """Whether one of ``nodes`` satisfies ``requirements``, or might."""
         return self.find_node(requirements, nodes).outcome is not SearchOutcome.NONE
 
-    def would_fit(self, gpus: Sequence[FleetGpu], requirements: ClaimRequirements) -> bool:
-        """Whether imagined ``gpus`` of one node satisfy ``requirements``."""
+    def fits_on(self, gpus: Sequence[FleetGpu], requirements: ClaimRequirements) -> bool:
+        """Whether hypothetical ``gpus`` of one node certainly satisfy ``requirements``."""
         states = tuple(entry.state for entry in gpus)
         return fits(gpus, states, requirements, self.matching.value, Budget()) is SearchOutcome.FITS
 
     def find_node(self, requirements: ClaimRequirements, nodes: Nodes) -> NodeSearch:
         """The fullest of ``nodes`` that satisfies ``requirements``."""
-        where = (requirements, nodes)
-        if where not in self._found:
+        query = (requirements, nodes)
+        if query not in self._found:
             search = NodeSearch(SearchOutcome.NONE)
             undecided = 0
             for node, outcome in self.outcomes(requirements, nodes):
@@ -178,19 +181,21 @@ class Feasibility:
                     search = NodeSearch(outcome, node if outcome is SearchOutcome.FITS else None)
                 if outcome is SearchOutcome.FITS or undecided >= MAX_UNDECIDED_NODES:
                     break
-            self._found[_room_in(self._found, where)] = search
-        return self._found[where]
+            _remember(self._found, query, search)
+        return self._found[query]
 
-    def nodes_for(self, requirements: ClaimRequirements, nodes: Nodes) -> list[str]:
+    def nodes_that_may_fit(self, requirements: ClaimRequirements, nodes: Nodes) -> list[str]:
         """Those of ``nodes`` that satisfy ``requirements``, or might."""
         return [node for node, outcome in self.outcomes(requirements, nodes) if outcome is not SearchOutcome.NONE]
 
     def outcomes(self, requirements: ClaimRequirements, nodes: Nodes) -> Iterator[tuple[str, SearchOutcome]]:
         """Whether each of ``nodes`` with free memory satisfies ``requirements``, the fullest first."""
-        outcomes_of, budget = self._memory.outcomes, Budget()
-        # Those that the next fleets can take over.
-        where = _room_in(outcomes_of, requirements, MAX_REQUIREMENTS)
-        remembered = {} if self._imagined else outcomes_of.setdefault(where, {})
+        budget = Budget()
+        # Outcomes by node, which later fleets reuse while the node's GPUs are the same objects.
+        remembered = None if self._is_hypothetical else self._memory.outcomes.get(requirements)
+        if remembered is None:
+            remembered = {}
+            _remember(self._memory.outcomes, requirements, remembered, MAX_REQUIREMENTS)
         for node in self.nodes:
             gpus, free = self._memory.free[node]
             if not free or node not in nodes:
@@ -212,35 +217,33 @@ class Feasibility:
             alike = (requirements, states, tuple(request.selector.on(entry) for request in requests for entry in gpus))
             if alike in self._outcomes:
                 return self._outcomes[alike]
-        outcome = fits(gpus, states, requirements, self.matching.value, budget, in_use=not self._ideal)
+        outcome = fits(gpus, states, requirements, self.matching.value, budget, refuse_all_if_in_use=not self._is_ideal)
         if alike is not None:
-            self._outcomes[_room_in(self._outcomes, alike)] = outcome
+            _remember(self._outcomes, alike, outcome)
         return outcome
 
-    def kinds(self, selector: Selector, nodes: Nodes) -> dict[Kind, Group]:
+    def kinds(self, selector: Selector, nodes: Nodes) -> dict[SelectedKind, Group]:
         """The kinds of devices that ``selector`` selects on ``nodes``, held or not, and the GPUs that have them."""
-        where = (selector, nodes)
-        memory = self._memory.kinds
-        if where not in memory:
+        query, memory = (selector, nodes), self._memory.kinds
+        if query not in memory:
             everywhere, fleet = self.fleet.nodes.keys() <= nodes, self.fleet.gpus
-            found: dict[Kind, list[str]] = {}
+            gpus_of: dict[SelectedKind, list[str]] = {}
             for matches, alike in selector.among(self.fleet):
                 gpus = alike if everywhere else [uuid for uuid in alike if fleet[uuid].node in nodes]
-                for kind in matches.keys.items() if gpus else ():
-                    found.setdefault(Kind(*kind), []).extend(gpus)
-            groups = {kind: frozenset(gpus) for kind, gpus in found.items()}
-            memory[_room_in(memory, where, MAX_SELECTIONS)] = groups
-        return memory[where]
+                for selected in matches.starts_by_kind.items() if gpus else ():
+                    gpus_of.setdefault(SelectedKind(*selected), []).extend(gpus)
+            _remember(memory, query, {kind: frozenset(gpus) for kind, gpus in gpus_of.items()}, MAX_SELECTIONS)
+        return memory[query]
 
-    def having(self, key: OfferKind) -> int:
-        """The number of GPUs in the whole fleet that have devices of ``key``."""
+    def having(self, kind: OfferKind) -> int:
+        """The number of GPUs in the whole fleet that have devices of ``kind``."""
         having = self._memory.having
         if not having:
             alike = Counter((entry.state.geometry, bool(entry.shares)) for entry in self.fleet)
             for (geometry, shared), count in alike.items():
-                for kind in GpuState(geometry, shares=int(shared)).offered():
-                    having[kind] += count
-        return having[key]
+                for offered in GpuState(geometry, shares=int(shared)).offered():
+                    having[offered] += count
+        return having[kind]
 
     def most_on_one_node(self, request: DeviceRequest, nodes: Nodes) -> int:
         """The most devices for ``request`` that one of ``nodes`` can provide at once."""
@@ -253,65 +256,68 @@ class Feasibility:
             default=0,
         )
 
-    def sets(self, request: DeviceRequest, kind: Kind, nodes: Nodes, attributes: tuple[str, ...]) -> list[list[str]]:
-        """The GPUs on ``nodes`` with selected devices of ``kind``, by node and values of ``attributes``.
+    def sets(
+        self, request: DeviceRequest, selected: SelectedKind, nodes: Nodes, attributes: tuple[str, ...]
+    ) -> list[list[str]]:
+        """The GPUs on ``nodes`` with ``selected`` devices, by node and values of ``attributes``.
 
         GPUs without a value of one of the attributes are left out.
         """
         lasts = request.count is not None  # then held devices do not matter
-        where = (request.selector, kind, nodes, attributes)
+        query = (request.selector, selected, nodes, attributes)
         memory, most = (self._memory.sets, MAX_SELECTIONS) if lasts else (self._sets, MAX_ANSWERS)
-        if where in memory:
-            return memory[where]
-        sets: dict[Hashable, list[str]] = {}
-        selected = self.kinds(request.selector, nodes).get(kind, frozenset())
-        for entry in self.on(nodes):
-            if entry.gpu.uuid not in selected or (not lasts and self._refuses_all(request, entry.node)):
-                continue
-            start = _a_start(entry, kind)
-            values = tuple(self.matching.value(entry, kind.key, start, name) for name in attributes)
-            if None not in values:
-                sets.setdefault((entry.node, values), []).append(entry.gpu.uuid)
-        memory[_room_in(memory, where, most)] = list(sets.values())
-        return memory[where]
+        if query not in memory:
+            sets: dict[Hashable, list[str]] = {}
+            gpus = self.kinds(request.selector, nodes).get(selected, frozenset())
+            for entry in self.gpus_on(nodes):
+                if entry.gpu.uuid not in gpus or (not lasts and self._refuses_all(request, entry.node)):
+                    continue
+                spot = Spot(selected.kind, _a_start(entry, selected))
+                values = tuple(self.matching.value(entry, spot, name) for name in attributes)
+                if None not in values:
+                    sets.setdefault((entry.node, values), []).append(entry.gpu.uuid)
+            _remember(memory, query, list(sets.values()), most)
+        return memory[query]
 
     def groups(
-        self, request: DeviceRequest, kind: Kind, nodes: Nodes, attributes: tuple[str, ...]
+        self, request: DeviceRequest, selected: SelectedKind, nodes: Nodes, attributes: tuple[str, ...]
     ) -> tuple[Group, ...]:
         """The ``sets`` that can provide the devices; all of them if none has the capacity at present."""
-        where = (request, kind, nodes, attributes)
-        if where not in self._groups:
-            sets, count = self.sets(request, kind, nodes, attributes), self.count(request, kind, nodes)
-            enough = [gpus for gpus in sets if self._capacity(gpus, kind) >= count > 0]
-            self._groups[_room_in(self._groups, where)] = tuple(map(frozenset, enough or sets))
-        return self._groups[where]
+        query = (request, selected, nodes, attributes)
+        if query not in self._groups:
+            sets, count = self.sets(request, selected, nodes, attributes), self.count(request, selected, nodes)
+            enough = [gpus for gpus in sets if self._capacity(gpus, selected) >= count > 0]
+            _remember(self._groups, query, tuple(map(frozenset, enough or sets)))
+        return self._groups[query]
 
-    def count(self, request: DeviceRequest, kind: Kind, nodes: Nodes) -> int:
+    def count(self, request: DeviceRequest, selected: SelectedKind, nodes: Nodes) -> int:
         """The number of devices requested; for all devices of a node, the most that one node can provide."""
         if request.count is not None:
             return request.count
-        return max((self._capacity(gpus, kind) for gpus in self.sets(request, kind, nodes, ())), default=0)
+        return max((self._capacity(gpus, selected) for gpus in self.sets(request, selected, nodes, ())), default=0)
 
-    def _capacity(self, gpus: Iterable[str], kind: Kind) -> int:
-        """The number of devices of ``kind`` that these GPUs can provide at once."""
-        only = self._matches.setdefault(kind, Matches({kind.key: kind.starts}))
+    def _capacity(self, gpus: Iterable[str], selected: SelectedKind) -> int:
+        """The number of ``selected`` devices that these GPUs can provide at once."""
+        only = shared_matches((selected,))
         return sum(most_devices(self.state(self.fleet.gpus[uuid]), only) for uuid in gpus)
 
     def _refuses_all(self, request: DeviceRequest, node: str) -> bool:
         """Whether the scheduler refuses a request for all devices there, since some of them are in use."""
-        return not self._ideal and any(is_in_use(entry, request.selector.on(entry)) for entry in self.fleet.nodes[node])
+        return not self._is_ideal and any(
+            is_in_use(entry, request.selector.on(entry)) for entry in self.fleet.nodes[node]
+        )
 
 
-def _room_in(memory: dict[T, Any], key: T, most: int = MAX_ANSWERS) -> T:
-    """``key``, for which there is room in ``memory`` now."""
-    if key not in memory and len(memory) >= most:
+def _remember(memory: dict[K, V], query: K, answer: V, most: int = MAX_ANSWERS) -> None:
+    """Add an answer to ``memory``, which is emptied first if it is full."""
+    if len(memory) >= most:
         memory.clear()
-    return key
+    memory[query] = answer
 
 
-def _a_start(entry: FleetGpu, kind: Kind) -> int:
-    """The start of any device of ``kind``: those of one GPU differ in no attribute by which GPUs are grouped."""
-    if kind.starts:
-        return min(kind.starts)
-    profile = entry.gpu.profile_named(kind.key.profile) if kind.key.profile is not None else None
+def _a_start(entry: FleetGpu, selected: SelectedKind) -> int:
+    """The start of any ``selected`` device: those of one GPU differ in no attribute by which GPUs are grouped."""
+    if selected.starts:
+        return min(selected.starts)
+    profile = entry.gpu.profile_named(selected.kind.profile) if selected.kind.profile is not None else None
     return profile.placements[0].start if profile is not None else 0

@@ -99,7 +99,7 @@ def common_facts(entry: FleetGpu) -> Hashable:
 
 
 def representatives(entry: FleetGpu, kind: DeviceKind, *, each_placement: bool) -> Iterator[list[Device]]:
-    """For each key of that kind the devices that represent all of them: one, or one for every placement."""
+    """For each profile of that kind the devices that represent all of them: one, or one for every placement."""
     gpu, number = entry.gpu, entry.number
     if kind is DeviceKind.FULL:
         yield [full_device(gpu, number)]

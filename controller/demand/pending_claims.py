@@ -91,7 +91,7 @@ class Queue:
         groups = cluster.pod_groups
         self.gangs = gangs_of(cluster.pods, self._claims_of_pod.keys(), groups) if groups else []
 
-    def on(self, feasibility: Feasibility) -> Queue:
+    def with_feasibility(self, feasibility: Feasibility) -> Queue:
         """The same claims by another ``feasibility``."""
         queue = copy(self)
         queue.feasibility = feasibility
@@ -140,7 +140,7 @@ class Queue:
         exclusions = ((node.metadata.name, exclusion(pod.spec, node, self._allocated(pod))) for node in others)
         return {name: excluded for name, excluded in exclusions if excluded is not None}
 
-    def found(self, pending: PendingClaim, feasibility: Feasibility | None = None) -> NodeSearch:
+    def find_node(self, pending: PendingClaim, feasibility: Feasibility | None = None) -> NodeSearch:
         """A node that satisfies it and the other claims of one of its pods; now, or by another ``feasibility``."""
         feasibility = feasibility or self.feasibility
         undecided = False
@@ -158,15 +158,15 @@ class Queue:
 
         False for claims for other drivers' devices only.
         """
-        return bool(self.alternatives(pending)) and self.found(pending).outcome is not SearchOutcome.NONE
+        return bool(self.alternatives(pending)) and self.find_node(pending).outcome is not SearchOutcome.NONE
 
-    def chosen(self, pending: PendingClaim) -> ClaimRequirements | None:
+    def preferred_requirements(self, pending: PendingClaim) -> ClaimRequirements | None:
         """The first combination of alternatives that is feasible, or else the first; None if there is none."""
         alternatives = self.alternatives(pending)
         if len(alternatives) < 2:
             return alternatives[0] if alternatives else None
         nodes = self.nodes(pending)
-        feasible = (requirements for requirements in alternatives if self.feasibility.could(requirements, nodes))
+        feasible = (requirements for requirements in alternatives if self.feasibility.may_fit(requirements, nodes))
         return next(feasible, alternatives[0])
 
     def companions(self, pending: PendingClaim) -> list[PendingClaim]:

@@ -7,13 +7,13 @@ match is to be published, but nothing is offered for them, and nothing kept free
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from controller.cluster.claim_index import ClusterState
 from controller.cluster.fleet import Fleet
-from controller.cluster.kueue import QueuedPod, QueuedWorkload
-from controller.demand.feasibility import Group, Kind, Matching
+from controller.cluster.kueue_workloads import QueuedPod, QueuedWorkload
+from controller.demand.feasibility import Group, Matching, SelectedKind
 from controller.demand.node_eligibility import Eligibility
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import MAX_DEVICES
@@ -27,11 +27,12 @@ EVERY_TAINT = Toleration(operator="Exists")
 """Kueue adds the tolerations of a ResourceFlavor when it admits a Workload: until then no taint rules out a node."""
 
 
-class Countable(NamedTuple):
-    """Devices of which ``needed`` are to be published; the GPUs that have them by kind."""
+@dataclass(frozen=True)
+class QueuedNeed:
+    """Devices of which ``count`` are to be published; the GPUs that have them by kind."""
 
-    kinds: Mapping[Kind, Group]
-    needed: int
+    kinds: Mapping[SelectedKind, Group]
+    count: int
 
 
 class WorkloadClaim(NamedTuple):
@@ -85,7 +86,7 @@ def _pod_spec(spec: PodSpec, claims: Iterable[str]) -> PodSpec:
     )
 
 
-def countable(queue: Queue) -> Sequence[Countable]:
+def queued_needs(queue: Queue) -> Sequence[QueuedNeed]:
     """The devices that must be published so that the claims of ``queue`` find as many as they ask for."""
     needed: dict[Selector, int] = {}
     for pending in queue.pending:
@@ -93,7 +94,7 @@ def countable(queue: Queue) -> Sequence[Countable]:
             if selector in needed or len(needed) < MAX_SELECTIONS:
                 needed[selector] = max(count, needed.get(selector, 0))
     nodes = frozenset(queue.feasibility.fleet.nodes)
-    return [Countable(queue.feasibility.kinds(selector, nodes), count) for selector, count in needed.items()]
+    return [QueuedNeed(queue.feasibility.kinds(selector, nodes), count) for selector, count in needed.items()]
 
 
 def _requests(queue: Queue, pending: PendingClaim) -> Iterable[tuple[Selector, int]]:

@@ -25,7 +25,7 @@ MAX_COMBINATIONS = 64
 """Combinations of a claim's alternatives that are considered, in the scheduler's order."""
 
 MAX_DEVICES = 32
-"""Devices that one claim can be allocated (``resource.k8s.io/v1``)."""
+"""Devices that one claim can be allocated (``resource.k8s.io/v1``); the search for devices refuses more."""
 
 SHOWN_CLASSES = 6
 """DeviceClasses that a message names."""
@@ -59,7 +59,7 @@ class AttributeConstraint(NamedTuple):
 class ClaimRequirements(NamedTuple):
     """Devices that are allocated together on one node.
 
-    ``claims`` has the number of its claim for each request, where they are those of several claims of a pod.
+    ``claims``: for each request the index of its claim within the pod; empty if all requests are of one claim.
     """
 
     requests: tuple[DeviceRequest, ...]

@@ -31,10 +31,10 @@ from driver.model.offer import DeviceKind, OfferKind, Spot
 from driver.slices.attributes import STANDARD, attributes, capacity
 
 MAX_SELECTORS = 512
-"""Selectors of a namespace, expressions, and sets of attributes that are remembered."""
+"""Selectors remembered for one namespace; also EquivalenceClasses, by the attributes read."""
 
 MAX_NAMESPACES = 1024
-"""Namespaces whose selectors are remembered, and more that have not got all of their budget back."""
+"""Namespaces remembered; one whose time budget is not full is kept beyond this limit."""
 
 MAX_EXAMPLES = 2000
 """Different devices that are examined to find out why none is selected."""
@@ -53,20 +53,20 @@ class SelectorFailure(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Matches:
-    """The devices of one GPU that a request selects: the starts of placements of each key, or None for all.
+    """The devices of one GPU that a request selects: the starts of placements of each kind, or None for all.
 
-    GPUs with the same ones share one object, so it is compared by identity. ``failures``: devices, of this GPU or of an
-    equivalent one, for which evaluation fails.
+    Equal matches without failures are one shared object, so it is compared by identity. ``failures``: devices, of this
+    GPU or of an equivalent one, for which evaluation fails.
     """
 
-    keys: Mapping[OfferKind, frozenset[int] | None]
+    starts_by_kind: Mapping[OfferKind, frozenset[int] | None]
     failures: tuple[SelectorFailure, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.keys)
+        return bool(self.starts_by_kind)
 
-    def has(self, key: OfferKind, start: int) -> bool:
-        starts = self.keys.get(key, frozenset())
+    def has(self, kind: OfferKind, start: int) -> bool:
+        starts = self.starts_by_kind.get(kind, frozenset())
         return starts is None or start in starts
 
     def limited_to(self, spots: Collection[Spot]) -> Matches:
@@ -74,20 +74,18 @@ class Matches:
         for spot in spots:
             if self.has(*spot):
                 starts.setdefault(spot.kind, set()).add(spot.at)
-        return _shared_matches(tuple((key, frozenset(numbers)) for key, numbers in starts.items()))
-
-
-NOTHING = Matches({})
+        return shared_matches(tuple((kind, frozenset(numbers)) for kind, numbers in starts.items()))
 
 
 @lru_cache(1 << 12)
-def _shared_matches(keys: tuple[tuple[OfferKind, frozenset[int] | None], ...]) -> Matches:
-    return Matches(dict(keys))
+def shared_matches(starts_by_kind: tuple[tuple[OfferKind, frozenset[int] | None], ...]) -> Matches:
+    return Matches(dict(starts_by_kind))
 
 
-def _matches_of(keys: Mapping[OfferKind, frozenset[int] | None], failures: tuple[SelectorFailure, ...]) -> Matches:
-    """Without failures the same object for each selector."""
-    return Matches(keys, failures) if failures else _shared_matches(tuple(keys.items()))
+def _matches_of(
+    starts_by_kind: Mapping[OfferKind, frozenset[int] | None], failures: tuple[SelectorFailure, ...]
+) -> Matches:
+    return Matches(starts_by_kind, failures) if failures else shared_matches(tuple(starts_by_kind.items()))
 
 
 class Selector:
@@ -110,18 +108,18 @@ class Selector:
         self._programs = programs
         self._classes = classes
         self._by_placement = classes.names is None or BY_PLACEMENT in classes.names
-        self._by_number: dict[int, Matches] = {}
+        self._by_class: dict[int, Matches] = {}
+        self._by_gpu_class: dict[tuple[int, ...], Matches] = {}
         self._met: tuple[Hardware, Met] | None = None
-        self._by_numbers: dict[tuple[int, ...], Matches] = {}
 
     def on(self, entry: FleetGpu) -> Matches:
         """The devices that it selects of one GPU, held or not."""
-        numbers = self._classes.of(entry)
-        matches = self._by_numbers.get(numbers)
+        gpu_class = self._classes.of(entry)
+        matches = self._by_gpu_class.get(gpu_class)
         if matches is None:
-            pairs = zip(numbers, examples_of(entry), strict=True)
-            parts = [self._part(number, entry, device.kind) for number, device in pairs]
-            matches = self._by_numbers[numbers] = _joined([part for part in parts if part or part.failures])
+            pairs = zip(gpu_class, examples_of(entry), strict=True)
+            parts = [self._matches_of_class(class_number, entry, device.kind) for class_number, device in pairs]
+            matches = self._by_gpu_class[gpu_class] = _joined([part for part in parts if part or part.failures])
         return matches
 
     def among(self, fleet: Fleet) -> Iterator[tuple[Matches, tuple[str, ...]]]:
@@ -131,13 +129,13 @@ class Selector:
             if matches or matches.failures:
                 yield matches, gpus
 
-    def _part(self, number: int, entry: FleetGpu, kind: DeviceKind) -> Matches:
-        if number not in self._by_number:
-            self._by_number[number] = self._select(entry, kind)
-        return self._by_number[number]
+    def _matches_of_class(self, class_number: int, entry: FleetGpu, kind: DeviceKind) -> Matches:
+        if class_number not in self._by_class:
+            self._by_class[class_number] = self._select(entry, kind)
+        return self._by_class[class_number]
 
     def _select(self, entry: FleetGpu, kind: DeviceKind) -> Matches:
-        keys: dict[OfferKind, frozenset[int] | None] = {}
+        starts_by_kind: dict[OfferKind, frozenset[int] | None] = {}
         failures: list[SelectorFailure] = []
         for devices in representatives(entry, kind, each_placement=self._by_placement):
             verdicts = [(device, self._timed_verdict(device)) for device in devices]
@@ -145,8 +143,8 @@ class Selector:
             selected = [device for device, verdict in verdicts if verdict is True]
             if selected:
                 starts = frozenset(device.placement.start for device in selected if device.placement)
-                keys[devices[0].spot.kind] = None if len(selected) == len(devices) else starts
-        return _matches_of(keys, tuple(failures)) if keys or failures else NOTHING
+                starts_by_kind[devices[0].spot.kind] = None if len(selected) == len(devices) else starts
+        return _matches_of(starts_by_kind, tuple(failures))
 
     def met(self, fleet: Fleet, conditions: Sequence[str]) -> Met:
         """Which ``conditions`` each device meets, of equivalent GPUs the first; empty if that takes too long."""
@@ -248,11 +246,10 @@ class Selectors:
         read = {domain for program in programs[: len(expressions)] for _, domain, _ in program.reads}
         return Selector(self.driver, tuple(programs), classes, time, is_about_us=self.driver in read)
 
-    def value(self, entry: FleetGpu, key: OfferKind, start: int, attribute: str) -> Hashable | None:
+    def value(self, entry: FleetGpu, spot: Spot, attribute: str) -> Hashable | None:
         """The value that constraints compare: a device's attribute, by its full name; None where it has none."""
         name = attribute.removeprefix(f"{self.driver}/")
-        device = entry.device(Spot(key, start))
-        fact = FACT_OF[key.type].get(name)
+        device, fact = entry.device(spot), FACT_OF[spot.kind.type].get(name)
         value = fact(device) if device is not None and fact is not None else None
         return None if value is None else (type(value), value)
 
@@ -267,10 +264,10 @@ def cel_device(driver: str, device: Device, names: Names = None) -> CelDevice:
 
 def _joined(parts: list[Matches]) -> Matches:
     """The matches of all kinds of devices as one."""
-    if len(parts) < 2:
-        return parts[0] if parts else NOTHING
-    keys = {key: starts for part in parts for key, starts in part.keys.items()}
-    return _matches_of(keys, tuple(failure for part in parts for failure in part.failures))
+    if len(parts) == 1:
+        return parts[0]
+    starts_by_kind = {kind: starts for part in parts for kind, starts in part.starts_by_kind.items()}
+    return _matches_of(starts_by_kind, tuple(failure for part in parts for failure in part.failures))
 
 
 def _names(driver: str, programs: Sequence[Program]) -> Names:

@@ -105,7 +105,7 @@ def smallest_release(
     candidates = [node for node, _ in feasibility.unheld.outcomes(requirements, nodes)]
     for node in candidates[:MAX_NODES]:
         gpus = feasibility.fleet.nodes[node]
-        if not feasibility.would_fit([entry.unheld for entry in gpus], requirements):
+        if not feasibility.fits_on([entry.unheld for entry in gpus], requirements):
             continue
         holders = holders_of(gpus, claim_of)
         limit = len(best.claims) - 1 if best is not None else len(holders)
@@ -137,7 +137,7 @@ def _fewest(
             entry.holding(device for device in entry.held if claim_of.get((entry.node, device.name)) not in gone)
             for entry in gpus
         ]
-        return feasibility.would_fit(remaining, requirements)
+        return feasibility.fits_on(remaining, requirements)
 
     tried = 0
     for size in range(1, limit + 1):
@@ -186,7 +186,7 @@ def _of_gpus(
     helping: dict[Obstacle, list[FleetGpu]] = {}
     for obstacle, gpus in units[:MAX_UNITS]:
         changed = _fleet_without(feasibility, gpus, obstacle)
-        if gpus[0].node in nodes and feasibility.would_fit(list(changed), requirements):
+        if gpus[0].node in nodes and feasibility.fits_on(list(changed), requirements):
             helping.setdefault(obstacle, []).append(gpus[0])
     paused = [gpu for gpu in helping.get(Obstacle.CLOSED, ()) if PAUSED in gpu.closed]
     if paused:
@@ -219,15 +219,15 @@ def _of_several(
     best: tuple[int, Obstacle, tuple[FleetGpu, ...], tuple[str, ...]] | None = None
     for obstacle, limited in islice(_limited_by_node(available), MAX_NODES):
         freed, fleet, ended = limited, _fleet_without(feasibility, limited, obstacle), tuple[str, ...]()
-        if not feasibility.would_fit(list(fleet.unheld), requirements):
+        if not feasibility.fits_on(list(fleet.unheld), requirements):
             continue
         for entry in sorted(limited, key=_effort, reverse=True) if obstacle not in NODE_WIDE_OBSTACLES else ():
             others = tuple(gpu for gpu in freed if gpu is not entry)
             changed = _fleet_without(feasibility, others, obstacle) if others else fleet
-            if others and feasibility.would_fit(list(changed.unheld), requirements):
+            if others and feasibility.fits_on(list(changed.unheld), requirements):
                 freed, fleet = others, changed
-        if not feasibility.would_fit(list(fleet), requirements):
-            imagined = Feasibility(fleet, feasibility.matching, imagined=True)
+        if not feasibility.fits_on(list(fleet), requirements):
+            imagined = Feasibility(fleet, feasibility.matching, is_hypothetical=True)
             release = smallest_release(imagined, requirements, frozenset({limited[0].node}), claim_of)
             if release is None:
                 continue
@@ -269,8 +269,8 @@ def _of_nodes(reasoning: Reasoning, pending: PendingClaim, requirements: ClaimRe
     """Nodes on which its pod can't run, and that would have room."""
     excluded, feasibility = reasoning.excluded(pending), reasoning.queue.feasibility
     by_exclusion: dict[Excluded, list[str]] = {}
-    open_fleet = Fleet.of(without(entry, Obstacle.CLOSED) for entry in feasibility.on(frozenset(excluded)))
-    opened = Feasibility(open_fleet, feasibility.matching, imagined=True)
+    open_fleet = Fleet.of(without(entry, Obstacle.CLOSED) for entry in feasibility.gpus_on(frozenset(excluded)))
+    opened = Feasibility(open_fleet, feasibility.matching, is_hypothetical=True)
     for node, outcome in opened.outcomes(requirements, frozenset(excluded)):
         if outcome is SearchOutcome.FITS:
             by_exclusion.setdefault(excluded[node], []).append(node)

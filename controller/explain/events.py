@@ -13,9 +13,9 @@ from itertools import islice
 
 import msgspec
 
-from controller.cluster.dedication import faults_in
 from controller.cluster.fleet import Fleet, Hardware
-from controller.cluster.kueue import WORKLOAD_VERSION
+from controller.cluster.kueue_workloads import WORKLOAD_VERSION
+from controller.cluster.node_use_labels import faults_in
 from controller.cluster.optional_resources import POD_GROUP_VERSION
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.explain.reason import ClaimReason, Reason, ReasonCode

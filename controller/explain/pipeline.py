@@ -162,7 +162,7 @@ def reason_of_disjoint(pending: PendingClaim, queue: Queue, plan: DisjointPlan) 
 
 def _awaited(pending: PendingClaim, situation: Situation) -> str:
     """The sentence for a claim that nothing is known to keep pending."""
-    outcome, silent = situation.queue.found(pending).outcome, situation.controller_silent
+    outcome, silent = situation.queue.find_node(pending).outcome, situation.controller_silent
     if outcome is SearchOutcome.NONE:
         nodes = situation.unreported.nodes
         where = f"the GPUs of {listed(nodes)}, whose node plugin has just started" if nodes else "any GPU"

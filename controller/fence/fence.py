@@ -2,7 +2,7 @@
 
 The scheduler decides from its own cache and writes the allocation milliseconds or minutes later. A device may be
 withdrawn only if no claim holds it and no decision for it can still be written. Hence the steps of
-``controller.steps.Step``, after which the node may withdraw it:
+``controller.step_names.Step``, after which the node may withdraw it:
 
 - ``fence``: the device goes into the ConfigMap that is the parameter of the admission policy
   (the chart's ``fence.yaml``). A new allocation of it is refused from the moment an API server has seen that.
@@ -38,7 +38,7 @@ from controller.cluster.cache import ClusterCache
 from controller.cluster.claim_index import PoolDevice
 from controller.fence.canary import Canary
 from controller.fence.configmap import FencedDevices
-from controller.steps import Observer, Step
+from controller.step_names import Observer, Step
 from driver.clock import Clock
 from driver.errors import ApiError
 from driver.kube.client import KubeClient

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 
 from controller.cluster.claim_index import PoolDevice
 from controller.fence.fence import Fence
-from controller.steps import Observer, Step
+from controller.step_names import Observer, Step
 from driver.kube.work_loop import Loop
 from driver.step_observer import observed, unobserved
 

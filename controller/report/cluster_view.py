@@ -16,11 +16,11 @@ import msgspec
 
 from controller.cluster.cache import ClusterCache, Snapshot
 from controller.cluster.claim_index import PoolDevice
+from controller.cluster.device_index import DeviceIndex
 from controller.cluster.fleet import Fleet
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_views import REPORT_TIMEOUT_SECONDS, UnreportedNodes, refusing_nodes, silent_nodes
-from controller.cluster.published_offers import DeviceIndex
-from controller.curation.disjoint import DisjointPlanner
+from controller.curation.disjoint_planner import DisjointPlanner
 from controller.curation.reservation import overdue_reservation
 from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import Queue

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from controller.cluster.fleet import Fleet, FleetGpu
-from controller.demand.feasibility import Kind
+from controller.demand.feasibility import SelectedKind
 from controller.demand.pending_claims import PendingClaim, Queue
 from driver.model.device import SLICE_VALUE
 from driver.model.offer import DeviceKind, Offer, OfferKind
@@ -54,7 +54,7 @@ class RequestedKinds:
 
     def update(self, queue: Queue, fleet: Fleet, changed: Iterable[str], now: float) -> None:
         """Add what pending claims match, and what was allocated on ``changed`` nodes since the last time."""
-        kinds = {kind.key for claim in queue.pending for kind in _kinds(queue, claim)}
+        kinds = {selected.kind for claim in queue.pending for selected in _kinds(queue, claim)}
         for node in changed:
             held = {device.name: device for entry in fleet.nodes.get(node, ()) for device in entry.held}
             kinds |= {held[name].spot.kind for name in held.keys() - self._held.get(node, frozenset())}
@@ -68,7 +68,7 @@ class RequestedKinds:
         return frozenset(self._requested_at)
 
 
-def _kinds(queue: Queue, pending: PendingClaim) -> Iterator[Kind]:
+def _kinds(queue: Queue, pending: PendingClaim) -> Iterator[SelectedKind]:
     for request in queue.requests(pending):
         yield from queue.feasibility.kinds(request.selector, queue.nodes(pending))
 

@@ -16,6 +16,11 @@ MOST_SHARES = 32
 """Most shares of one GPU: each has at least one CUDA context, and a GPU time-slices about this many."""
 
 
+def share_weight(shares: int) -> int:
+    """The part that one of ``shares`` of a GPU takes of each of its memory slices, of SLICE_VALUE."""
+    return SLICE_VALUE // shares
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """What a ResourceSlice publishes: a full GPU, a placement that is or can become a partition, or a share.
@@ -48,7 +53,7 @@ class Device:
     @property
     def weight(self) -> int:
         """Its part of each of its memory slices, of SLICE_VALUE."""
-        return SLICE_VALUE // self.shares
+        return share_weight(self.shares)
 
     def __str__(self) -> str:
         if self.profile is None or self.placement is None:

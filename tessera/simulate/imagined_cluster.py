@@ -16,8 +16,8 @@ import msgspec
 from controller.cluster.claim_index import ClaimIndex, ClusterState
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
-from controller.curation.curator import Curator
-from controller.curation.disjoint import DisjointPlanner
+from controller.curation.counters_planner import CountersPlanner
+from controller.curation.disjoint_planner import DisjointPlanner
 from controller.demand.demand import demand_of
 from controller.demand.feasibility import Matching, Nodes
 from controller.demand.node_eligibility import Eligibility
@@ -92,7 +92,7 @@ class ImaginedCluster:
         self._others, self._rules = content.slices, content.rules
         self._matching = Matching(driver)
         self._eligibility = Eligibility(content.nodes)
-        self._curator, self._disjoint = Curator(Ranking(), offers), DisjointPlanner(Ranking(), offers)
+        self._curator, self._disjoint = CountersPlanner(Ranking(), offers), DisjointPlanner(Ranking(), offers)
         self._published = PublishedSlices(driver, content.mode, content.policies)
         self._clock = clock
         self._scheduler = Scheduler(self._nodes, content.classes, self._eligibility, clock)
@@ -237,7 +237,7 @@ class ImaginedCluster:
         for pending in queue.pending:
             if not any(pod in pods for pod in pending.pods) or not queue.satisfiable(pending):
                 continue
-            node = queue.found(pending).node
+            node = queue.find_node(pending).node
             if self._mode is OfferMode.COUNTERS:
                 wide[pending.key] = queue.nodes(pending)
             elif node is not None:

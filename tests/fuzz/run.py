@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from controller.cluster.cache import ClusterCache
 from controller.cluster.fleet import Fleet
-from controller.curation.curator import Curator
-from controller.curation.wider_offers import WiderOffers
+from controller.curation.counters_planner import CountersPlanner
+from controller.curation.overdue_claims import WiderOffers
 from controller.demand.demand import demand_of
 from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import Queue
@@ -118,7 +118,7 @@ class Decider:
         self._fleet = Fleet.of([*node_of("a", gpus=2), *node_of("b", "mig-1g10gb-0", gpus=2, shares=4)])
         self._matching = Matching(DRIVER)
         self._wider_offers = WiderOffers()
-        self._curator = Curator(Ranking(Measure()), offers=2)
+        self._curator = CountersPlanner(Ranking(Measure()), offers=2)
 
     def decide(self) -> None:
         seen = self._cache.snapshot()

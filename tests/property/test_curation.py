@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.cluster.fleet import Fleet, FleetGpu
-from controller.curation.curator import Curator
+from controller.curation.counters_planner import CountersPlanner
 from controller.demand.demand import Demand
 from driver.model.offer import FULL, SHARE, DeviceKind, Offer, OfferKind
 from driver.placement.ranking import Ranking
@@ -67,7 +67,7 @@ def curate(
     protected: Collection[Offer] = (),
     stickiness: float = 0.5,
 ) -> tuple[Offer, ...]:
-    return Curator(RANKING, 2, stickiness).curate(fleet, waiting, published, protected)
+    return CountersPlanner(RANKING, 2, stickiness).curate(fleet, waiting, published, protected)
 
 
 def among(offers: Collection[Offer], key: OfferKind, eligible: frozenset[str] | None = None) -> list[Offer]:
@@ -94,7 +94,7 @@ def test_there_are_enough_offers_and_all_are_possible(data: st.DataObject) -> No
     offers = curate(fleet, waiting, published, published & protected)
     assert set(offers) <= set(every_offer(fleet))
     for key in KEYS:
-        of_key = [demand for demand in waiting if demand.key == key]
+        of_key = [demand for demand in waiting if demand.kind == key]
         wanted = max(2, sum(demand.count for demand in of_key))
         assert len(among(offers, key)) >= fits(fleet, key, wanted)
         for demand in of_key:
@@ -173,9 +173,9 @@ def test_a_protected_offer_stays_while_it_is_possible(data: st.DataObject) -> No
 @given(st.data())
 def test_a_claim_for_everything_gets_every_possible_placement_where_it_may_run(data: st.DataObject) -> None:
     fleet = data.draw(fleets())
-    demand = replace(data.draw(demands(fleet)), everything=True)
+    demand = replace(data.draw(demands(fleet)), all_devices=True)
     offers = curate(fleet, [demand])
-    assert set(among(every_offer(fleet), demand.key, demand.eligible)) <= set(offers)
+    assert set(among(every_offer(fleet), demand.kind, demand.eligible)) <= set(offers)
 
 
 @given(st.data())

@@ -82,9 +82,9 @@ def selected(entry: FleetGpu, selector: str) -> list[Device]:
 
 def checked(demand: Demand, there: Situation, selector: str) -> None:
     """The demand names the GPUs that have such devices, all of them, and no others."""
-    having = {e.gpu.uuid for e in there.gpus if demand.key in {device.spot.kind for device in e.devices}}
-    right = {e.gpu.uuid for e in there.gpus if demand.key in {device.spot.kind for device in selected(e, selector)}}
-    if demand.everything:
+    having = {e.gpu.uuid for e in there.gpus if demand.kind in {device.spot.kind for device in e.devices}}
+    right = {e.gpu.uuid for e in there.gpus if demand.kind in {device.spot.kind for device in selected(e, selector)}}
+    if demand.all_devices:
         assert demand.eligible
         assert demand.eligible <= right
     else:
@@ -101,9 +101,9 @@ def test_demand_names_exactly_the_gpus_whose_devices_match_by_direct_evaluation(
     there.wants(request(selector=selector, count=count))
     found = demand_of(there.queue)
     # Where everything of one node is asked for, that node need not have every key that others have.
-    whole = {uuid.split("/")[0] for demand in found if demand.everything for uuid in demand.eligible or ()}
+    whole = {uuid.split("/")[0] for demand in found if demand.all_devices for uuid in demand.eligible or ()}
     asked = [entry for entry in there.gpus if entry.node in (whole or NODES)]
-    assert {demand.key for demand in found} == {d.spot.kind for entry in asked for d in selected(entry, selector)}
+    assert {demand.kind for demand in found} == {d.spot.kind for entry in asked for d in selected(entry, selector)}
     for demand in found:
         assert demand.count == count
         checked(demand, there, selector)
@@ -179,7 +179,7 @@ def test_counts_add_up_over_claims(there: Situation, selectors: list[str]) -> No
         asked.update({str(device.spot.kind) for entry in there.gpus for device in selected(entry, selector)})
     given_out: Counter[str] = Counter()
     for demand in demand_of(there.queue):
-        given_out[str(demand.key)] += demand.count
+        given_out[str(demand.kind)] += demand.count
     assert given_out == asked
 
 
@@ -191,7 +191,7 @@ def test_demand_stays_on_the_nodes_where_the_pod_may_run(there: Situation, selec
     for demand in demand_of(there.queue):
         named = demand.eligible
         if named is None:
-            named = frozenset(e.gpu.uuid for e in there.gpus if demand.key in {d.spot.kind for d in e.devices})
+            named = frozenset(e.gpu.uuid for e in there.gpus if demand.kind in {d.spot.kind for d in e.devices})
         assert {uuid.split("/")[0] for uuid in named} == {node}
 
 

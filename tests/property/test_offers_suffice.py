@@ -9,7 +9,7 @@ from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from controller.cluster.fleet import FleetGpu
-from controller.curation.curator import Curator
+from controller.curation.counters_planner import CountersPlanner
 from controller.demand.demand import demand_of
 from driver.model.device import Device
 from driver.model.offer import DeviceKind
@@ -20,7 +20,7 @@ from tests.support.queues import FULL, SHARE, Situation, fleet_gpu, profile, req
 Wanted = tuple[str, int]
 """A selector, and how many devices of it."""
 
-CURATOR = Curator(offers=1)
+CURATOR = CountersPlanner(offers=1)
 """Nothing is there by chance."""
 
 AT_MOST_HALF = selected_by('type == "mig"', "memorySlices <= 4")

@@ -12,10 +12,10 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.curation.curator import Curator
-from controller.curation.disjoint import DisjointPlanner
+from controller.curation.counters_planner import CountersPlanner
+from controller.curation.disjoint_planner import DisjointPlanner
+from controller.curation.overdue_claims import WiderOffers
 from controller.curation.reservation import WAIT_SECONDS, Reservations
-from controller.curation.wider_offers import WiderOffers
 from controller.demand.demand import demand_of
 from controller.explain.pipeline import OVERDUE_SECONDS, ReasonFinder
 from controller.explain.reason import ReasonCode
@@ -96,7 +96,7 @@ def with_plans(objects: Objects, mode: OfferMode) -> MapCluster:
 def decided(view: ClusterView, mode: OfferMode) -> set[Offer]:
     if mode is OfferMode.DISJOINT:
         return {*DisjointPlanner(Ranking()).curate(view.queue, [], {}).offers}
-    return {*Curator(Ranking()).curate(view.fleet, demand_of(view.queue), [])}
+    return {*CountersPlanner(Ranking()).curate(view.fleet, demand_of(view.queue), [])}
 
 
 def of_leader(view: ClusterView, mode: OfferMode) -> Said:

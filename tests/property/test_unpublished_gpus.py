@@ -21,9 +21,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from controller.cluster.cache import _published
 from controller.cluster.claim_index import ClaimIndex, PoolDevice
+from controller.cluster.device_index import DeviceIndex
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_views import NodeView, NodeViews
-from controller.cluster.published_offers import DeviceIndex
 from controller.decision.withdraw_and_admit import first_offers
 from controller.decision.write import HeldPublication, PlanSpecs
 from driver.kube.slice_types import ResourceSlice

@@ -23,7 +23,7 @@ from pathlib import Path
 from controller.app import run
 from controller.fence import withdrawals
 from controller.settings import controller_settings
-from controller.steps import Step
+from controller.step_names import Step
 from driver.clock import Clock
 from driver.kube.lease import Timing
 from driver.logs import configure_logs

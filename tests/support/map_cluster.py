@@ -14,9 +14,9 @@ import msgspec
 
 from controller.cluster.cache import Snapshot
 from controller.cluster.claim_index import ClaimIndex, ClusterState
+from controller.cluster.device_index import DeviceIndex
 from controller.cluster.fleet_builder import SHARE, FleetBuilder
 from controller.cluster.node_views import NodeViews, PoolPart, PublishedSlice
-from controller.cluster.published_offers import DeviceIndex
 from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import Queue
 from controller.report.cluster_view import ClusterView

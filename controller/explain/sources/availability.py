@@ -71,14 +71,14 @@ class SelectedGpu:
     def room(self) -> float:
         """The number of devices for which its free memory would be enough."""
         state = self.entry.state
-        return state.free / min(slices_of(state, key) for key in self.matches.keys)
+        return state.free / min(slices_of(state, key) for key in self.matches.starts_by_kind)
 
     @property
     def is_at_its_limit(self) -> bool:
         """Whether as many partitions of the selected profile are held as the GPU can have, and yet slices are free."""
-        if not self.is_held or len(self.matches.keys) > 1:
+        if not self.is_held or len(self.matches.starts_by_kind) > 1:
             return False
-        [key] = self.matches.keys
+        [key] = self.matches.starts_by_kind
         held = sum(device.profile is not None and device.profile.name == key.profile for device in self.entry.held)
         return 0 < self.most <= held and self.entry.state.free >= slices_of(self.entry.state, key)
 
@@ -137,7 +137,7 @@ class SelectedGpus:
 
     @cached_property
     def keys(self) -> frozenset[OfferKind]:
-        return frozenset(key for matches in {gpu.matches for gpu in self.gpus} for key in matches.keys)
+        return frozenset(key for matches in {gpu.matches for gpu in self.gpus} for key in matches.starts_by_kind)
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def _obstacle(entry: FleetGpu, matches: Matches) -> tuple[Obstacle | None, str]:
         return OF_FAULT.get(entry.fault_kind, Obstacle.FAULT), entry.fault
     if entry.tainted:
         return Obstacle.TAINTED, entry.tainted
-    missing = {key.type for key in matches.keys} - entry.state.kinds
+    missing = {key.type for key in matches.starts_by_kind} - entry.state.kinds
     if missing:
         # Kinds that the settings of the node allow, and only the present MIG mode does not: a reset brings them.
         after_reset = missing & entry.uses & ({DeviceKind.SHARE} if entry.shares_only else set(DeviceKind))

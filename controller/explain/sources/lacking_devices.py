@@ -169,9 +169,9 @@ class Reasoning:
             fleet = with_taints(self._feasibility.fleet, matching.driver, rules, selectors)
             if len(self.known.tainted) >= MAX_TAINTED:
                 self.known.tainted.clear()
-            self.known.tainted[key] = Feasibility(fleet, matching, imagined=True), KnownReasons()
+            self.known.tainted[key] = Feasibility(fleet, matching, is_hypothetical=True), KnownReasons()
         feasibility, known_reasons = self.known.tainted[key]
-        return Reasoning(queue.on(feasibility), known_reasons)
+        return Reasoning(queue.with_feasibility(feasibility), known_reasons)
 
     def reason(self, pending: PendingClaim) -> Reason | None:
         """Why no free device satisfies ``pending``; None if one does, or if the search is undecided."""
@@ -182,7 +182,7 @@ class Reasoning:
         for claim, request in queue.matching_held:
             if claim.key == pending.key and (reason := self._no_match_reason(request, pending)) is not None:
                 return reason
-        if not alternatives or queue.found(pending).outcome is not SearchOutcome.NONE:
+        if not alternatives or queue.find_node(pending).outcome is not SearchOutcome.NONE:
             return None
         alone = self._reason_alone(pending)
         if alone is None or (
@@ -281,15 +281,15 @@ class Reasoning:
     def _where(self, pending: PendingClaim, feasibility: Feasibility) -> str:
         """`` (on a, b)``: the nodes that could satisfy a claim alone; empty if none of its devices are ours."""
         alternatives, nodes = self.queue.alternatives(pending), self.queue.nodes(pending)
-        there = {node for alternative in alternatives for node in feasibility.nodes_for(alternative, nodes)}
+        there = {node for alternative in alternatives for node in feasibility.nodes_that_may_fit(alternative, nodes)}
         return f" (on {listed(sorted(there))})" if there else ""
 
     def _pod_is_impossible(self, pending: PendingClaim) -> bool:
-        return self.queue.found(pending, self._feasibility.unheld).outcome is SearchOutcome.NONE
+        return self.queue.find_node(pending, self._feasibility.unheld).outcome is SearchOutcome.NONE
 
     def _permanent_reason(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
         """Why a claim cannot be satisfied by itself even if nothing is held; None if it could or that is unknown."""
-        nodes, everywhere, emptied = self.queue.nodes(pending), self._everywhere, self._feasibility.emptied
+        nodes, everywhere, ideal = self.queue.nodes(pending), self._everywhere, self._feasibility.ideal
         for request in requirements.requests:
             if not self._feasibility.kinds(request.selector, everywhere):
                 return selected_nowhere(self._feasibility, request)
@@ -297,15 +297,15 @@ class Reasoning:
             sentence = f"it asks for {count} devices, more than the {MAX_DEVICES} that one claim can have"
             return Reason(ReasonCode.TOO_MANY, sentence, permanent=True)
         for request in requirements.requests:
-            if not emptied.could(ClaimRequirements((request,)), everywhere):
+            if not ideal.may_fit(ClaimRequirements((request,)), everywhere):
                 return sentences.too_many(self._feasibility, request, everywhere)
-        if not emptied.could(requirements, everywhere):
+        if not ideal.may_fit(requirements, everywhere):
             return self._not_together_reason(requirements, pending)
-        if not emptied.could(requirements, nodes):
-            there = sorted(emptied.nodes_for(requirements, everywhere - nodes))
+        if not ideal.may_fit(requirements, nodes):
+            there = sorted(ideal.nodes_that_may_fit(requirements, everywhere - nodes))
             what = self._not_here(requirements, nodes)
             return sentences.only_elsewhere(what, there, self.excluded(pending), nodes)
-        if self._feasibility.unheld.could(requirements, nodes):
+        if self._feasibility.unheld.may_fit(requirements, nodes):
             return None
         return self._obstacle_reason(requirements, pending)
 
@@ -314,17 +314,17 @@ class Reasoning:
         for request in requirements.requests:
             if not self._feasibility.kinds(request.selector, nodes):
                 return f"request {request.name}: what it selects is only"
-        emptied = self._feasibility.emptied
+        ideal = self._feasibility.ideal
         for request in requirements.requests:
-            if request.count is not None and not emptied.could(ClaimRequirements((request,)), nodes):
-                most = emptied.most_on_one_node(request, nodes)
+            if request.count is not None and not ideal.may_fit(ClaimRequirements((request,)), nodes):
+                most = ideal.most_on_one_node(request, nodes)
                 asks = f"request {request.name} asks for {request.count} devices of one node"
                 return f"{asks}; no node where its pod can run has more than {most}, it would fit only"
         return "it would fit only"
 
     def _not_together_reason(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason:
-        emptied, nodes = self._feasibility.emptied, self._everywhere
-        if requirements.constraints and emptied.could(ClaimRequirements(requirements.requests), nodes):
+        ideal, nodes = self._feasibility.ideal, self._everywhere
+        if requirements.constraints and ideal.may_fit(ClaimRequirements(requirements.requests), nodes):
             missing = sentences.without_value(self._feasibility, requirements, nodes)
             largest = self._largest_set(requirements, nodes)
             return sentences.constraint(requirements, "even if nothing were held", largest + missing, permanent=True)
@@ -340,7 +340,7 @@ class Reasoning:
             (
                 count
                 for count in range((request.count or 1) - 1, 0, -1)
-                if self._feasibility.emptied.could(
+                if self._feasibility.ideal.may_fit(
                     ClaimRequirements((replace(request, count=count),), requirements.constraints), nodes
                 )
             ),
@@ -353,7 +353,9 @@ class Reasoning:
         """The reason where faults, settings, labels, MIG modes or foreign partitions are in the way."""
         requests, nodes = requirements.requests, self.queue.nodes(pending)
         alone = (
-            request for request in requests if not self._feasibility.unheld.could(ClaimRequirements((request,)), nodes)
+            request
+            for request in requests
+            if not self._feasibility.unheld.may_fit(ClaimRequirements((request,)), nodes)
         )
         first = next(alone, None)
         chosen = requests if first is None else (first,)
@@ -363,21 +365,21 @@ class Reasoning:
             return None
         sufficient = set()
         for obstacle in obstacles:  # if nothing were held and it were removed everywhere
-            fleet = Fleet.of(without(entry.unheld, obstacle) for entry in self._feasibility.on(nodes))
-            freed = Feasibility(fleet, self._feasibility.matching, imagined=True)
-            if freed.could(ClaimRequirements(chosen) if first else requirements, nodes):
+            fleet = Fleet.of(without(entry.unheld, obstacle) for entry in self._feasibility.gpus_on(nodes))
+            freed = Feasibility(fleet, self._feasibility.matching, is_hypothetical=True)
+            if freed.may_fit(ClaimRequirements(chosen) if first else requirements, nodes):
                 sufficient.add(obstacle)
         return sentences.obstructed(chosen, selected, sufficient or obstacles)
 
     def _temporary_reason(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
-        could, nodes = self._feasibility.could, self.queue.nodes(pending)
+        may_fit, nodes = self._feasibility.may_fit, self.queue.nodes(pending)
         for request in requirements.requests:
-            if not could(ClaimRequirements((request,)), nodes):
+            if not may_fit(ClaimRequirements((request,)), nodes):
                 return self._held_or_fragmented_reason(request, pending)
-        if could(requirements, nodes):
+        if may_fit(requirements, nodes):
             return None
         available = [self.availability(request, pending) for request in requirements.requests]
-        if requirements.constraints and could(ClaimRequirements(requirements.requests), nodes):
+        if requirements.constraints and may_fit(ClaimRequirements(requirements.requests), nodes):
             reason = sentences.constraint(requirements, "the requests could be met, but at present")
         else:
             reason = sentences.together(available, "no node has all of them free at once")

@@ -55,7 +55,7 @@ def moves_that_help(
                 if where == node and devices[claim] == 1
             }
             for moves, after in islice(_moved(gpus, movable, count), MAX_TRIED):
-                if feasibility.would_fit(after, requirements):
+                if feasibility.fits_on(after, requirements):
                     return moves
     return ()
 

@@ -282,7 +282,7 @@ class ClaimsDespiteOffers:
         names = [request.name for request in self._queue.requests(pending) if request.count is None]
         pod = pending.pods[0]
         report, lasts = report_of(pod), self._sightings.is_pending_for(pending, PUBLISHING_SECONDS)
-        if not (names and report and lasts) or self._queue.found(pending).outcome is not SearchOutcome.FITS:
+        if not (names and report and lasts) or self._queue.find_node(pending).outcome is not SearchOutcome.FITS:
             return None
         sentence = (
             f"request {names[0]} asks for all devices that it selects on a node, and the scheduler can not allocate "

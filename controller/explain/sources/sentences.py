@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from controller.cluster.dedication import DEDICATED_TO
 from controller.cluster.fleet import FleetGpu
+from controller.cluster.node_use_labels import DEDICATED_TO
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.node_eligibility import Excluded, Exclusion
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest
@@ -56,7 +56,7 @@ def held(available: Availability, claim_of: Mapping[tuple[str, str], str]) -> Re
 
 def profile_limit(available: Availability, gpus: Sequence[SelectedGpu]) -> Reason:
     """Slices are free, but no further partition of the profile can be created."""
-    [key], most = gpus[0].matches.keys, gpus[0].most
+    [key], most = gpus[0].matches.starts_by_kind, gpus[0].most
     where = listed([f"gpu-{gpu.entry.number} of {gpu.entry.node}" for gpu in gpus])
     sentence = (
         f"a GPU can have at most {most} of {key}, and {where} {'has' if len(gpus) == 1 else 'have'} as many, although "
@@ -105,7 +105,7 @@ def too_many(feasibility: Feasibility, request: DeviceRequest, nodes: Nodes) -> 
         asks = f"request {request.name} asks for all devices of a node"
         sentence = f"{asks}: more than the {MAX_DEVICES} that one claim can have"
     else:
-        most = feasibility.emptied.most_on_one_node(request, nodes)
+        most = feasibility.ideal.most_on_one_node(request, nodes)
         sentence = f"request {request.name} asks for {request.count} devices of one node; no node has more than {most}"
     return Reason(ReasonCode.TOO_MANY, sentence, permanent=True)
 
@@ -227,12 +227,12 @@ def without_value(feasibility: Feasibility, requirements: ClaimRequirements, nod
     texts = []
     for attribute, names in missing.items():
         whose = "none of these devices" if len(requirements.requests) == 1 else f"no device of request {listed(names)}"
-        selected = {
-            kind.key.type
+        types = {
+            selected.kind.type
             for request in requirements.requests
             if request.name in names
-            for kind in feasibility.kinds(request.selector, nodes)
+            for selected in feasibility.kinds(request.selector, nodes)
         }
-        why = why_without(attribute, selected, feasibility.matching.driver)
+        why = why_without(attribute, types, feasibility.matching.driver)
         texts.append(f"{whose} has a value of {attribute}{f' ({why})' if why else ''}")
     return f": {'; '.join(texts)}" if texts else ""

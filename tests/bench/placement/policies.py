@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from controller.cluster.fleet import Fleet, FleetGpu
-from controller.curation.curator import Curator
+from controller.curation.counters_planner import CountersPlanner
 from controller.demand.demand import Demand
 from driver.model.device import Device
 from driver.model.offer import Offer, OfferKind
@@ -50,7 +50,7 @@ class Curated:
     """The controller's choice. Counts what it costs: ``exchanged`` offers taken back though possible, and
     ``updates`` of a node's offers."""
 
-    def __init__(self, curator: Curator) -> None:
+    def __init__(self, curator: CountersPlanner) -> None:
         self.curator = curator
         self._offers: Collection[Offer] = ()
         self.exchanged = 0
@@ -74,7 +74,7 @@ class Curated:
 
 
 def curated(offers: int, weights: Mapping[str, float] | None = None) -> Curated:
-    return Curated(Curator(Ranking(Measure(weights)), offers=offers))
+    return Curated(CountersPlanner(Ranking(Measure(weights)), offers=offers))
 
 
 def possible(entry: FleetGpu, key: OfferKind) -> list[Device]:

@@ -11,7 +11,7 @@ from statistics import median
 from typing import TypeVar
 
 from controller.cluster.fleet import Fleet, FleetGpu
-from controller.curation.curator import Curator
+from controller.curation.counters_planner import CountersPlanner
 from controller.demand.demand import Demand
 from driver.model.gpu import Gpu
 from driver.model.offer import DeviceKind, Offer, OfferKind
@@ -47,7 +47,7 @@ def measure(nodes: int) -> Speed:
     """On ``nodes`` nodes of H100, each GPU with up to five partitions of any size."""
     rng = random.Random(nodes)
     gpus = {entry.gpu.uuid: entry for node in range(nodes) for entry in _node(node, rng)}
-    curator, refreshes = Curator(), list[float]()
+    curator, refreshes = CountersPlanner(), list[float]()
     offers, from_nothing = _timed(partial(_refresh, curator, gpus, ()))
     for _ in range(REFRESHES):
         uuid = rng.choice(offers).gpu if rng.random() < 0.5 else rng.choice(list(gpus))
@@ -58,7 +58,7 @@ def measure(nodes: int) -> Speed:
     return Speed(nodes, from_nothing, median(refreshes), max(refreshes), burst)
 
 
-def _refresh(curator: Curator, gpus: dict[str, FleetGpu], published: Collection[Offer]) -> list[Offer]:
+def _refresh(curator: CountersPlanner, gpus: dict[str, FleetGpu], published: Collection[Offer]) -> list[Offer]:
     return list(curator.curate(Fleet.of(gpus.values()), (), published))
 
 

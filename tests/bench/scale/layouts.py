@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from controller.cluster.fleet import Fleet, FleetGpu
-from controller.curation.curator import Curator
+from controller.curation.counters_planner import CountersPlanner
 from controller.demand.demand import Demand
 from driver.model.device import Device
 from driver.model.offer import Offer, OfferKind
@@ -139,7 +139,7 @@ class CuratedAlways(Fitting):
 
     def __init__(self, fleet: Fleet) -> None:
         super().__init__(fleet)
-        self._curator = Curator()
+        self._curator = CountersPlanner()
         self._keys = {device.spot.kind for entry in fleet.nodes["node-0000"] for device in entry.devices}
         self._offers: dict[str, frozenset[Offer]] = {}
         self._offer({})

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from controller.curation.disjoint import DisjointPlanner
+from controller.curation.disjoint_planner import DisjointPlanner
 from controller.curation.reservation import WAIT_SECONDS, Reservations
 from controller.explain.pipeline import reason_of_disjoint
 from controller.explain.situation import DisjointPlan

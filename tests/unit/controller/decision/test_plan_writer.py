@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from controller.cluster.claim_index import PoolDevice
-from controller.cluster.dedication import Dedication
+from controller.cluster.device_index import DeviceIndex
 from controller.cluster.fleet_builder import FleetBuilder
+from controller.cluster.node_use_labels import Dedication
 from controller.cluster.node_views import NodeView
-from controller.cluster.published_offers import DeviceIndex
 from controller.decision.plan_writer import LAZY_WRITE_DELAY_SECONDS, MAX_WRITES, RETRY_INTERVAL_SECONDS, PlanWriter
 from controller.decision.write import PlanSpecs
 from driver.kube.client import Object

@@ -52,7 +52,7 @@ def test_a_class_alone_decides_where_the_request_has_no_selector() -> None:
 
 def test_a_selector_that_several_kinds_of_device_meet_asks_for_each_of_them() -> None:
     there = Situation(node_of("a")).wants(request(selector=selected_by('profile.startsWith("1g.")')))
-    keys = {str(demand.key): demand.count for demand in demand_of(there.queue)}
+    keys = {str(demand.kind): demand.count for demand in demand_of(there.queue)}
     assert keys == {"1g.10gb": 1, "1g.10gb+me": 1, "1g.20gb": 1}
 
 
@@ -128,7 +128,7 @@ def test_a_claim_that_two_pods_use_counts_once_and_may_go_where_either_may() -> 
 def test_several_devices_come_from_one_node() -> None:
     there = Situation([*node_of("a"), *node_of("b")]).wants(request(selector=FULL, count=2))
     [demand] = demand_of(there.queue)
-    assert (demand.key, demand.count, demand.eligible) == (FULL_KEY, 2, None)
+    assert (demand.kind, demand.count, demand.eligible) == (FULL_KEY, 2, None)
     assert set(demand.together) == {frozenset({"a/0", "a/1"}), frozenset({"b/0", "b/1"})}
 
 
@@ -152,7 +152,7 @@ def test_everything_is_offered_that_a_claim_matches_whether_it_is_held_or_not(fi
     )
     there.wants(request(selector=FULL, **field))
     gpus = frozenset({"a/0", "a/1", "b/0", "b/1", "b/2", "b/3"})
-    assert demand_of(there.queue)[-1] == Demand(FULL_KEY, 1, gpus, everything=True)
+    assert demand_of(there.queue)[-1] == Demand(FULL_KEY, 1, gpus, all_devices=True)
     assert nodes_matching_held(there.queue) == {"a", "b"}
     assert not nodes_matching_held(Situation(node_of("a")).wants(request(selector=FULL)).queue)
 
@@ -162,7 +162,7 @@ def test_all_is_not_for_a_node_where_some_are_in_use() -> None:
         [*node_of("a", gpus=2), *node_of("b", gpus=3), fleet_gpu("b", 3, "NVIDIA H100 80GB HBM3", "full")]
     )
     there.wants(request(selector=FULL, allocationMode="All"))
-    assert [(demand.count, demand.together) for demand in demand_of(there.queue) if not demand.everything] == [
+    assert [(demand.count, demand.together) for demand in demand_of(there.queue) if not demand.all_devices] == [
         (2, (frozenset({"a/0", "a/1"}),)),
     ]
 
@@ -191,7 +191,7 @@ def test_partitions_of_one_gpu_are_asked_for_gpu_by_gpu() -> None:
 def test_partitions_of_different_gpus_get_everything_of_a_node_that_has_enough() -> None:
     there = Situation([*node_of("a", gpus=1), *node_of("b", gpus=3)])
     there.wants(request(selector=profile("1g.10gb"), count=3), constraints=[{"distinctAttribute": PARENT}])
-    assert demand_of(there.queue) == [Demand(SMALL, 3, frozenset({"b/0", "b/1", "b/2"}), everything=True)]
+    assert demand_of(there.queue) == [Demand(SMALL, 3, frozenset({"b/0", "b/1", "b/2"}), all_devices=True)]
 
 
 def test_requests_for_different_devices_are_asked_of_one_node() -> None:
@@ -199,7 +199,7 @@ def test_requests_for_different_devices_are_asked_of_one_node() -> None:
     there.wants(request(name="big", selector=FULL), request(name="small", selector=profile("1g.10gb")))
     on_b = frozenset({"b/0", "b/1"})
     found = demand_of(there.queue)
-    assert found == [Demand(key, 1, on_b, everything=True) for key in (FULL_KEY, SMALL)]
+    assert found == [Demand(key, 1, on_b, all_devices=True) for key in (FULL_KEY, SMALL)]
 
 
 def test_two_claims_of_one_pod_are_asked_of_one_node() -> None:
@@ -236,7 +236,7 @@ def test_the_first_alternative_counts_when_none_can_be_met() -> None:
 def test_placements_named_by_their_start_get_everything_of_a_node_that_has_them_free() -> None:
     there = Situation([*node_of("a", "mig-1g10gb-4"), *node_of("b")])
     there.wants(request(selector=selected_by('type == "mig"', 'profile == "1g.10gb"', "placementStart == 4")))
-    assert demand_of(there.queue) == [Demand(SMALL, 1, frozenset({"b/0", "b/1"}), everything=True)]
+    assert demand_of(there.queue) == [Demand(SMALL, 1, frozenset({"b/0", "b/1"}), all_devices=True)]
 
 
 def test_a_request_for_another_drivers_device_is_none_of_ours() -> None:

@@ -34,7 +34,7 @@ def nodes(*free: int, gpus: int = 8) -> Situation:
 
 def offered(there: Situation) -> int:
     """The number of full GPUs that pending claims need offers for."""
-    return sum(demand.count for demand in demand_of(there.queue) if demand.key == FULL_KEY)
+    return sum(demand.count for demand in demand_of(there.queue) if demand.kind == FULL_KEY)
 
 
 def sentences(there: Situation) -> set[str]:

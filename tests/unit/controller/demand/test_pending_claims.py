@@ -183,7 +183,7 @@ def test_a_pod_that_asks_by_extended_resource_makes_demand_before_it_has_a_claim
     pod: dict[str, Any], count: int
 ) -> None:
     [demand] = demand_of(by_resource(**pod).queue)
-    assert (demand.key, demand.count, demand.eligible) == (FULL_KEY, count, None)
+    assert (demand.kind, demand.count, demand.eligible) == (FULL_KEY, count, None)
 
 
 def test_devices_of_two_containers_are_asked_of_one_node() -> None:
@@ -236,7 +236,7 @@ def test_objects_are_read_from_json_and_what_is_not_needed_is_skipped() -> None:
 def test_a_pod_without_a_claim_and_a_claim_of_its_name_keep_their_own_requirements() -> None:
     there = by_resource(containers=[container(GPU, "1")])
     there.pod("another", there.claim("old", request(selector=profile("1g.10gb"))))
-    assert sorted(str(demand.key) for demand in demand_of(there.queue)) == ["1g.10gb", "full"]
+    assert sorted(str(demand.kind) for demand in demand_of(there.queue)) == ["1g.10gb", "full"]
 
 
 def test_pods_that_are_gone_take_no_memory_as_long_as_no_node_changes() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.cluster.kueue import QueuedPod, QueuedWorkload, kept_workload
+from controller.cluster.kueue_workloads import QueuedPod, QueuedWorkload, kept_workload
 from controller.cluster.node_views import ALL_REPORTED
 from controller.curation.listed_devices import ListedDevices
 from controller.decision.explain import WorkloadReasons
-from controller.demand.queued_workloads import WorkloadQueue, countable
+from controller.demand.queued_workloads import WorkloadQueue, queued_needs
 from driver.kube.types import ClaimSpec, KueueWorkload, Metadata, PodSpec
 from driver.model.offer import Offer
 from tests.support.queues import FULL, Situation, node_of, profile, request
@@ -38,7 +38,7 @@ def listed(there: Situation, *workloads: QueuedWorkload, lists: ListedDevices | 
     queue = queue_of(there, *workloads)
     nodes = {entry.node for entry in there.gpus}
     found = lists or ListedDevices({}, 2)
-    return found.update(queue.feasibility.fleet, nodes, countable(queue))
+    return found.update(queue.feasibility.fleet, nodes, queued_needs(queue))
 
 
 def names(offers: frozenset[Offer]) -> list[str]:

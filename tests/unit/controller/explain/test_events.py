@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from controller.cluster.dedication import DEDICATED_TO
 from controller.cluster.fleet import Fleet
+from controller.cluster.node_use_labels import DEDICATED_TO
 from controller.explain.events import EventReporter, written_events
 from controller.explain.reason import ClaimReason
 from driver.kube.events import REPEAT_INTERVAL_SECONDS, Recorder

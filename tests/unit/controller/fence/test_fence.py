@@ -19,7 +19,7 @@ from controller.fence import fence as module
 from controller.fence import withdrawals as withdrawals_module
 from controller.fence.fence import Fence, FenceSettings, Withdrawable
 from controller.fence.withdrawals import Withdrawals
-from controller.steps import Step
+from controller.step_names import Step
 from driver.errors import ApiError
 from driver.step_observer import Moment
 from tests.support.api_server import Object, ObjectApi, Route

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 
 from controller.cluster.fleet import Fleet
-from controller.curation.curator import Curator
+from controller.curation.counters_planner import CountersPlanner
 from controller.curation.ranked_fleet import RankedFleet
 from controller.demand.demand import Demand
 from driver.model.offer import FULL, SHARE, DeviceKind, Offer, OfferKind, Spot
 from driver.placement.ranking import Ranking, Terms
 from tests.support.fleets import SMALL, holding, node, partition, take
 
-CURATOR = Curator(Ranking())
+CURATOR = CountersPlanner(Ranking())
 
 
 def fleet_of(*names: str, gpus: int = 2, shares: int = 0) -> Fleet:
@@ -129,7 +129,7 @@ def test_an_offer_that_is_only_a_little_worse_stays() -> None:
     little = offer("a/0", "3g.40gb", 0)
     best = CURATOR.curate(fleet)
     assert little in best
-    patient = Curator(CURATOR.ranking, offers=1, stickiness=100.0)
+    patient = CountersPlanner(CURATOR.ranking, offers=1, stickiness=100.0)
     worse = offer("c/1", "1g.10gb", 0)
     assert worse in patient.curate(fleet, published=[worse])
 
@@ -192,7 +192,7 @@ def test_a_full_gpu_that_has_shares_is_taken_back_once_another_is_free() -> None
     shared = Offer("a/0", Spot(FULL))
     busy = divided(holding(fleet_of("a"), {"a/1": "full"}), "a/0")
     assert shared in CURATOR.curate(busy)
-    once = Curator(CURATOR.ranking, offers=1)
+    once = CountersPlanner(CURATOR.ranking, offers=1)
     assert gpus_of(once.curate(divided(fleet_of("a"), "a/0"), published=[shared]), FULL) == {"a/1"}
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.cluster.fleet import Fleet
-from controller.curation.disjoint import DisjointPlanner
+from controller.curation.disjoint_planner import DisjointPlanner
 from controller.curation.planner import PlannedOffers
 from controller.demand.device_search import Budget
 from driver.model.device import Device
@@ -236,7 +236,7 @@ def test_a_tenant_that_has_spent_its_search_keeps_no_other_tenant_from_being_pla
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     budgets = iter([Budget(0), Budget()])
-    monkeypatch.setattr("controller.curation.disjoint.Budget", lambda: next(budgets))
+    monkeypatch.setattr("controller.curation.disjoint_planner.Budget", lambda: next(budgets))
     there = Situation(node_of("a", gpus=2))
     there.device_class("full", FULL)
     for namespace in ("greedy", "patient"):

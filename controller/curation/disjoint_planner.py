@@ -1,11 +1,11 @@
 """Disjoint offers: for clusters whose scheduler does not subtract counters, so that no two offers may overlap (pure).
 
 The pods' pending claims come first, by priority and then by age. The claims of one pod are planned together, on one
-node, or not at all, and so are the pods of a gang, on any nodes; a pod or gang for which there is no room at present
-does not keep others from the free memory, except a pod from that of GPUs that are reserved for it after a while
-(``controller.curation.reservation``). The rest goes to offers for future claims: so many full GPUs first, which stay
-whole, and then in turn one of every other kind, from small to large. Published offers are preferred, because to replace
-one takes about as long as a fence.
+node, or not at all, and so are the pods of a gang, on any nodes. If there is no room for a pod or gang, later ones may
+take the free memory. After a while one such pod gets a reservation: nothing new is offered on the GPUs that are kept
+for it (``controller.curation.reservation``). What is left is offered for future claims: first ``offers`` full GPUs,
+then one device of each other kind in turn, ``offers`` times. Published offers are preferred, because to replace one
+takes about as long as a fence.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 
-from controller.cluster.published_offers import DeviceIndex
-from controller.curation.curator import OfferDraft
+from controller.cluster.device_index import DeviceIndex
+from controller.curation.offer_draft import STICKINESS, OfferDraft
+from controller.curation.overdue_claims import WiderOffers
 from controller.curation.planner import PlannedOffers
-from controller.curation.ranked_fleet import FleetSpot, RankedFleet
+from controller.curation.ranked_fleet import FleetPlace, RankedFleet
 from controller.curation.reservation import Reservations, Reserved, without
-from controller.curation.wider_offers import WiderOffers
 from controller.demand.demand import Eligible
 from controller.demand.device_search import Budget, choose_devices
-from controller.demand.feasibility import Kind, Nodes
+from controller.demand.feasibility import Nodes, SelectedKind
 from controller.demand.gangs import Gang
 from controller.demand.pending_claims import Queue
 from controller.demand.requirements import ClaimRequirements
@@ -29,9 +29,6 @@ from driver.kube.types import Pod
 from driver.kube.work_loop import soonest
 from driver.model.offer import FULL, SHARE, Offer, OfferKind, Spot
 from driver.placement.ranking import Ranking
-
-STICKINESS = 0.5
-"""Memory slices by which an offer must grow fragmentation less than a published one that it replaces."""
 
 PodNeed = tuple[ClaimRequirements, Nodes]
 """What one pod requires, and the nodes on which it may run."""
@@ -64,7 +61,7 @@ class DisjointPlanner:
     ) -> PlannedOffers:
         """The plan, which depends on the arguments only. ``published`` are the present offers.
 
-        ``only_on``: by key of a claim that offers did not help (``controller.curation.wider_offers``), the nodes to
+        ``only_on``: by key of a claim that offers did not help (``controller.curation.overdue_claims``), the nodes to
         plan on.
         """
         fleet = without(queue.feasibility.fleet, reserved)
@@ -73,7 +70,7 @@ class DisjointPlanner:
             ranked = self._ranked = RankedFleet(fleet, self._ranking, ranked)
         places = map(ranked.place, published)
         plan = _Plan(ranked, queue, sorted(place for place in places if place is not None))
-        planned: dict[str, tuple[FleetSpot, ...]] = {}
+        planned: dict[str, tuple[FleetPlace, ...]] = {}
         gang_of = {pod.metadata.key: gang for gang in queue.gangs for pod in gang.pods}
         done: set[Gang] = set()
         for pod in queue.pods:
@@ -95,10 +92,10 @@ class _Plan:
     ``published`` are the places of present offers.
     """
 
-    def __init__(self, fleet: RankedFleet, queue: Queue, published: Iterable[FleetSpot]) -> None:
-        self.places: set[FleetSpot] = set()
+    def __init__(self, fleet: RankedFleet, queue: Queue, published: Iterable[FleetPlace]) -> None:
+        self.places: set[FleetPlace] = set()
         self._fleet, self._queue, self._feasibility = fleet, queue, queue.feasibility
-        self._published: defaultdict[OfferKind, list[FleetSpot]] = defaultdict(list)
+        self._published: defaultdict[OfferKind, list[FleetPlace]] = defaultdict(list)
         for place in published:
             self._published[place.spot.kind].append(place)
         self._drafts: dict[OfferKind, OfferDraft] = {}
@@ -113,7 +110,7 @@ class _Plan:
 
     def serve_gang(
         self, gang: Gang, planned: Collection[str], only_on: Mapping[str, Nodes]
-    ) -> dict[str, tuple[FleetSpot, ...]]:
+    ) -> dict[str, tuple[FleetPlace, ...]]:
         """Plan devices for as many pods of ``gang`` as it needs at least, or for none; by key of the claim.
 
         ``planned`` are the keys of claims that have devices already.
@@ -121,7 +118,7 @@ class _Plan:
         unmet, places_before = self._unmet.copy(), self.places.copy()
         nodes_left = {need: nodes.copy() for need, nodes in self._nodes_left.items()}
         published = {kind: places.copy() for kind, places in self._published.items()}
-        of_gang: dict[str, tuple[FleetSpot, ...]] = {}
+        of_gang: dict[str, tuple[FleetPlace, ...]] = {}
         served = 0
         for pod in gang.pods:
             keys = {pending.key for pending in self._queue.of_pod(pod)}
@@ -138,7 +135,7 @@ class _Plan:
         self._published.update(published)
         return {}
 
-    def serve_pod(self, pod: Pod, only_on: Mapping[str, Nodes]) -> dict[str, tuple[FleetSpot, ...]]:
+    def serve_pod(self, pod: Pod, only_on: Mapping[str, Nodes]) -> dict[str, tuple[FleetPlace, ...]]:
         """Plan devices for all pending claims of ``pod``, or for none; by key of the claim."""
         keys = [pending.key for pending in self._queue.of_pod(pod)]
         nodes = self._queue.nodes_for(pod)
@@ -146,7 +143,7 @@ class _Plan:
         budget = self._budgets[pod.metadata.namespace]
         for requirements in self._queue.combinations(pod):
             need, requests = (requirements, nodes), requirements.requests
-            if need in self._unmet or not requests or not self._feasibility.could(*need):
+            if need in self._unmet or not requests or not self._feasibility.may_fit(*need):
                 continue
             is_one = len(requests) == 1 and requests[0].count == 1 and not requirements.constraints
             places = self._one(*need) if is_one else self._several(*need, budget)
@@ -160,56 +157,56 @@ class _Plan:
 
     def fill(self, count: int) -> None:
         """Plan ``count`` more offers of each kind, if there is room."""
-        small_to_large = sorted(set(self._fleet.keys) - {FULL, SHARE}, key=self._size)
+        small_to_large = sorted(set(self._fleet.kinds) - {FULL, SHARE}, key=self._size)
         one_of_each = [SHARE, *small_to_large]
         for kind in [FULL] * count + one_of_each * count:
             place = self._spare(kind)
             if place is not None:
                 self._add(place)
 
-    def _spare(self, key: OfferKind) -> FleetSpot | None:
-        draft = self._draft(key)
+    def _spare(self, kind: OfferKind) -> FleetPlace | None:
+        draft = self._draft(kind)
         best = draft.best(None)
         if best is None:
             return None
-        kept = min(self._with_room(key), key=lambda place: (draft.rank(place), place), default=None)
+        kept = min(self._drop_full(kind), key=lambda place: (draft.rank(place), place), default=None)
         if kept is not None and draft.rank(kept).growth <= best.ranked.terms.growth + STICKINESS:
             return kept
         return best.place
 
-    def _one(self, requirements: ClaimRequirements, nodes: Nodes) -> list[FleetSpot]:
+    def _one(self, requirements: ClaimRequirements, nodes: Nodes) -> list[FleetPlace]:
         """A place for one device: a published offer, or else the one that causes the least fragmentation."""
         kinds = self._feasibility.kinds(requirements.requests[0].selector, nodes)
         published = [
             place
-            for kind, group in kinds.items()
-            for place in self._with_room(kind.key)
-            if kind.has(place.spot) and self._fleet.within(place, group)
+            for selected, group in kinds.items()
+            for place in self._drop_full(selected.kind)
+            if selected.has(place.spot) and self._fleet.within(place, group)
         ]
-        places = published or [place for kind, group in kinds.items() for place in self._best_of(kind, group)]
+        places = published or [place for selected, group in kinds.items() for place in self._best_of(selected, group)]
         ranked = sorted((self._draft(place.spot.kind).rank(place), place) for place in places)
         return [place for _, place in ranked[:1]]
 
-    def _best_of(self, kind: Kind, group: frozenset[str]) -> Iterable[FleetSpot]:
+    def _best_of(self, selected: SelectedKind, group: frozenset[str]) -> Iterable[FleetPlace]:
         """The best place of one kind; all places, where a selector picks single placements."""
-        if kind.starts is not None:
-            admits = self._draft(kind.key).admits
-            places = self._fleet.places(kind.key, group)
-            return [place for place in places if kind.has(place.spot) and admits(place)]
-        eligible: Eligible = None if len(group) == self._feasibility.having(kind.key) else group
-        best = self._draft(kind.key).best(eligible)
+        if selected.starts is not None:
+            admits = self._draft(selected.kind).admits
+            places = self._fleet.places(selected.kind, group)
+            return [place for place in places if selected.has(place.spot) and admits(place)]
+        eligible: Eligible = None if len(group) == self._feasibility.having(selected.kind) else group
+        best = self._draft(selected.kind).best(eligible)
         return [] if best is None else [best.place]
 
-    def _several(self, requirements: ClaimRequirements, nodes: Nodes, budget: Budget) -> list[FleetSpot]:
-        """Places for several devices on one node: published offers if they suffice, and on the fullest such node.
+    def _several(self, requirements: ClaimRequirements, nodes: Nodes, budget: Budget) -> list[FleetPlace]:
+        """Places on one node: published offers if those of a node suffice, otherwise new ones on the fullest with room.
 
-        None, too, once ``budget`` is spent: another namespace may still find some.
+        Empty if there are none or ``budget`` is spent; then another namespace may still find some.
         """
         if budget.is_spent:
             return []
         spots_by_gpu: defaultdict[str, list[Spot]] = defaultdict(list)
         for kind in self._published:
-            for place in self._with_room(kind):
+            for place in self._drop_full(kind):
                 spots_by_gpu[self._fleet.uuid(place)].append(place.spot)
         gpus, needed = self._feasibility.fleet.gpus, sum(requirements.counts)
         published_on = Counter(gpus[uuid].node for uuid, spots in spots_by_gpu.items() for _ in spots)
@@ -219,7 +216,7 @@ class _Plan:
                 return places
         need = (requirements, nodes)
         if need not in self._nodes_left:
-            self._nodes_left[need] = deque(self._feasibility.nodes_for(*need))
+            self._nodes_left[need] = deque(self._feasibility.nodes_that_may_fit(*need))
         nodes_left = self._nodes_left[need]
         while nodes_left:
             places = self._on_node(requirements, nodes_left[0], budget)
@@ -234,39 +231,42 @@ class _Plan:
         node: str,
         budget: Budget,
         published: Mapping[str, Collection[Spot]] | None = None,
-    ) -> list[FleetSpot]:
+    ) -> list[FleetPlace]:
         """The GPUs with the least free memory come first. ``published``: the only spots to use, by GPU."""
         gpus = sorted(self._feasibility.fleet.nodes[node], key=lambda gpu: gpu.state.free)
-        position_of, draft = self._fleet.position_of, self._draft(FULL)
+        position_of, draft = (
+            self._fleet.position_of,
+            self._draft(FULL),
+        )  # any draft will do: each has all planned places
         states = tuple(draft.state(*position_of[gpu.gpu.uuid]) for gpu in gpus)
         chosen = choose_devices(gpus, states, requirements, self._feasibility.matching.value, budget, published)
-        return [FleetSpot(*position_of[gpu.gpu.uuid], spot) for gpu, spot in chosen]
+        return [FleetPlace(*position_of[gpu.gpu.uuid], spot) for gpu, spot in chosen]
 
-    def _with_room(self, key: OfferKind) -> list[FleetSpot]:
-        """Published offers of ``key`` that have room. The others never have again: the free memory only shrinks."""
-        admits = self._draft(key).admits
-        self._published[key] = [place for place in self._published[key] if admits(place)]
-        return self._published[key]
+    def _drop_full(self, kind: OfferKind) -> list[FleetPlace]:
+        """Published offers of ``kind`` that have room; drops the others, as the free memory only shrinks."""
+        admits = self._draft(kind).admits
+        self._published[kind] = [place for place in self._published[kind] if admits(place)]
+        return self._published[kind]
 
-    def _size(self, key: OfferKind) -> int:
-        """The memory slices of a partition of ``key``, on the first GPU that has it."""
-        windows = (gpu.state.geometry.windows.get(key.profile or "") for gpu in self._feasibility.fleet)
+    def _size(self, kind: OfferKind) -> int:
+        """The memory slices of a partition of ``kind``, on the first GPU that has it."""
+        windows = (gpu.state.geometry.windows.get(kind.profile or "") for gpu in self._feasibility.fleet)
         return next((masks[0].bit_count() for masks in windows if masks), 0)
 
-    def _add(self, place: FleetSpot) -> None:
+    def _add(self, place: FleetPlace) -> None:
         self.places.add(place)
         for draft in self._drafts.values():
             draft.add(place)
 
-    def _remove(self, place: FleetSpot) -> None:
+    def _remove(self, place: FleetPlace) -> None:
         self.places.remove(place)
         for draft in self._drafts.values():
             draft.remove(place)
 
-    def _draft(self, key: OfferKind) -> OfferDraft:
-        """The draft with all planned places that ranks those of ``key``."""
-        if key not in self._drafts:
-            draft = self._drafts[key] = OfferDraft(self._fleet, key)
+    def _draft(self, kind: OfferKind) -> OfferDraft:
+        """The draft with all planned places that ranks those of ``kind``."""
+        if kind not in self._drafts:
+            draft = self._drafts[kind] = OfferDraft(self._fleet, kind)
             for place in sorted(self.places):
                 draft.add(place)
-        return self._drafts[key]
+        return self._drafts[kind]

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.curation.wider_offers import (
+from controller.curation.overdue_claims import (
     MAX_CLAIMS,
     MAX_DEFERRAL_SECONDS,
     MAX_NODES,
@@ -55,7 +55,7 @@ def test_a_claim_that_is_refused_for_long_gets_everything_that_would_do(
     clock.advance(WAIT_SECONDS)
     widened = patience.widened(there.queue)
     assert widened == {"default/claim": {"a", "b"}}
-    assert any(each.everything and each.key == FULL_KEY for each in demand_of(there.queue, widened))
+    assert any(each.all_devices and each.kind == FULL_KEY for each in demand_of(there.queue, widened))
 
 
 def test_nodes_where_its_pod_may_run_come_first_and_the_others_later(patience: WiderOffers, clock: FakeClock) -> None:

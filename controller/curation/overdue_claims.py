@@ -43,8 +43,8 @@ MAX_CLAIMS = 8
 class PendingSince:
     """A pending claim: when it was first seen, the last allocation of an equal claim, and its requirements."""
 
-    came: float
-    since: float
+    first_seen: float
+    last_deferred: float
     requirements: object
 
 
@@ -71,10 +71,12 @@ class WiderOffers:
     def _turns(self, queue: Queue, groups_of: Callable[[PendingClaim], Sequence[Nodes]]) -> Mapping[str, Nodes]:
         now = self._clock()
         waiting = (pending for pending in queue.pending if pending.key not in queue.held_back)
-        refused = {pending.key: pending for pending in waiting if is_refused(pending) and queue.satisfiable(pending)}
-        self._remember(queue, refused, now)
-        overdue = [pending for pending in refused.values() if self._age(pending, now) >= 0]
-        overdue.sort(key=lambda pending: self._waits[pending.key].since)
+        unsatisfied = {
+            pending.key: pending for pending in waiting if lacks_devices(pending) and queue.satisfiable(pending)
+        }
+        self._remember(queue, unsatisfied, now)
+        overdue = [pending for pending in unsatisfied.values() if self._overdue_seconds(pending, now) >= 0]
+        overdue.sort(key=lambda pending: self._waits[pending.key].last_deferred)
         chosen: dict[object, Nodes] = {}
         wider: dict[str, Nodes] = {}
         for pending in overdue:
@@ -89,29 +91,30 @@ class WiderOffers:
                 wider[pending.key] = chosen[equal]
         return wider
 
-    def _remember(self, queue: Queue, refused: Mapping[str, PendingClaim], now: float) -> None:
+    def _remember(self, queue: Queue, unsatisfied: Mapping[str, PendingClaim], now: float) -> None:
         still = {pending.key for pending in queue.pending}
         served = {wait.requirements for key, wait in self._waits.items() if key not in still}
-        self._waits = {key: wait for key, wait in self._waits.items() if key in refused}
-        for key, pending in refused.items():
+        self._waits = {key: wait for key, wait in self._waits.items() if key in unsatisfied}
+        for key, pending in unsatisfied.items():
             wait = self._waits.setdefault(key, PendingSince(now, now, queue.requirements(pending)))
-            if wait.requirements in served and self._age(pending, now) < 0 and now - wait.came < MAX_DEFERRAL_SECONDS:
-                wait.since = now
+            may_defer = self._overdue_seconds(pending, now) < 0 and now - wait.first_seen < MAX_DEFERRAL_SECONDS
+            if may_defer and wait.requirements in served:
+                wait.last_deferred = now
 
-    def _age(self, pending: PendingClaim, now: float) -> float:
+    def _overdue_seconds(self, pending: PendingClaim, now: float) -> float:
         """Seconds since the time for regular offers ended; negative before."""
-        return now - self._waits[pending.key].since - WAIT_SECONDS
+        return now - self._waits[pending.key].last_deferred - WAIT_SECONDS
 
     def _turn(self, groups: Sequence[Nodes], pending: PendingClaim, now: float) -> Nodes:
         """The one of ``groups`` whose turn it is; none in a pause."""
-        at = self._age(pending, now)
+        at = self._overdue_seconds(pending, now)
         wide, pause = max(WIDE_SECONDS, TURN_SECONDS * len(groups)), PAUSE_SECONDS
         while at >= wide + pause:
             at, pause = at - wide - pause, min(2 * pause, MAX_PAUSE_SECONDS)
         return groups[int(at / TURN_SECONDS) % len(groups)] if at < wide and groups else frozenset()
 
 
-def is_refused(pending: PendingClaim) -> bool:
+def lacks_devices(pending: PendingClaim) -> bool:
     """Whether the scheduler reported a lack of devices for one of its pods."""
     return any(condition.lacks_devices for pod in pending.pods for condition in pod.status.conditions)
 
@@ -125,11 +128,11 @@ def _groups(queue: Queue, pending: PendingClaim) -> list[Nodes]:
 
 def _feasible(queue: Queue, pending: PendingClaim) -> list[str]:
     """The nodes that have room for it now."""
-    requirements = queue.chosen(pending)
+    requirements = queue.preferred_requirements(pending)
     if requirements is None:
         return []
-    could = queue.feasibility.could
-    return [node for node in sorted(queue.nodes(pending)) if could(requirements, frozenset({node}))]
+    may_fit = queue.feasibility.may_fit
+    return [node for node in sorted(queue.nodes(pending)) if may_fit(requirements, frozenset({node}))]
 
 
 def _parts(nodes: Nodes) -> Iterator[Nodes]:

@@ -1,0 +1,297 @@
+"""Offers where counters are subtracted: placements that cause the least fragmentation, enough for the pending claims.
+
+The scheduler picks a node and its first device that fits; it only chooses well if nothing else is offered.
+
+The choice is stable while nothing changes. An offer is exchanged, or all offers of a kind are chosen anew, only if that
+gains more than the stickiness (for a new choice: on average per offer).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from controller.cluster.device_index import DeviceIndex
+from controller.cluster.fleet import Fleet
+from controller.curation.offer_draft import STICKINESS, OfferDraft
+from controller.curation.overdue_claims import WiderOffers
+from controller.curation.planner import PlannedOffers
+from controller.curation.ranked_fleet import NO_CANDIDATES, FleetPlace, RankedFleet
+from controller.demand.demand import Demand, Eligible, demand_of
+from controller.demand.pending_claims import Queue
+from driver.model.offer import Offer, OfferKind
+from driver.placement.ranking import Ranking
+
+ROUNDING = 1e-6
+"""Smaller gains, in memory slices, are ignored."""
+
+EXTRA_EXCHANGES = 8
+"""The limit of exchanges beyond the number of published offers, far above any that was observed."""
+
+
+class CountersPlanner:
+    """Plans for schedulers that subtract counters: offers may overlap, and the scheduler chooses among them.
+
+    ``offers``: the number of offers of each kind without pending claims. ``stickiness``: an offer is exchanged for one
+    whose growth of fragmentation is less by more than this, in memory slices; all of a kind, if that gains as much on
+    average.
+    """
+
+    def __init__(self, ranking: Ranking | None = None, offers: int = 2, stickiness: float = STICKINESS) -> None:
+        self.ranking = ranking or Ranking()
+        self.offers = offers
+        self.stickiness = stickiness
+        self._ranked: RankedFleet | None = None
+        self._wider_offers = WiderOffers()
+
+    @property
+    def next_s(self) -> float | None:
+        return self._wider_offers.next_s
+
+    def plan(self, queue: Queue, devices: DeviceIndex) -> PlannedOffers:
+        """Offers that serve the demand of pending claims, and some of each kind for future claims.
+
+        Present offers of a kind that is in demand are kept: the scheduler may just have given one to a claim.
+        """
+        demands = demand_of(queue, self._wider_offers.widened(queue))
+        requested = {demand.kind for demand in demands}
+        protected = [offer for offer in devices.offered if offer.spot.kind in requested]
+        return PlannedOffers(self.curate(queue.feasibility.fleet, demands, devices.offered, protected))
+
+    def curate(
+        self,
+        fleet: Fleet,
+        demands: Iterable[Demand] = (),
+        published: Collection[Offer] = (),
+        protected: Collection[Offer] = (),
+    ) -> tuple[Offer, ...]:
+        """The offers of every kind that ``fleet`` has, in a fixed order.
+
+        ``published`` are the present offers, ``protected`` those among them that the scheduler may just have given to
+        a pending claim: they stay while they are possible. Demand for kinds that the fleet lacks is ignored.
+        """
+        ranked = self._ranked
+        if ranked is None or ranked.fleet is not fleet:
+            ranked = self._ranked = RankedFleet(fleet, self.ranking, ranked)
+        by_kind: defaultdict[OfferKind, list[Demand]] = defaultdict(list)
+        for demand in demands:
+            by_kind[demand.kind].append(demand)
+        located = {offer: ranked.place(offer) for offer in published}
+        places = {offer: place for offer, place in located.items() if place is not None}
+        keep = {places[offer] for offer in protected if offer in places}
+        chosen: set[FleetPlace] = set()
+        for kind in ranked.kinds:
+            of_kind = {place for place in places.values() if place.spot.kind == kind}
+            eligible_for_all = [demand.eligible for demand in by_kind[kind] if demand.all_devices]
+            fixed = (of_kind & keep).union(*(ranked.places(kind, eligible) for eligible in eligible_for_all))
+            needs = needs_of(ranked, kind, by_kind[kind], of_kind, self.offers)
+            selection = OfferSelection(OfferDraft(ranked, kind), needs, frozenset(fixed), self.stickiness)
+            selection.choose(of_kind)
+            chosen |= selection.places
+        return tuple(ranked.offer(place) for place in sorted(chosen))
+
+
+@dataclass(frozen=True)
+class Need:
+    """At least ``count`` offers on the GPUs of ``eligible``."""
+
+    eligible: Eligible
+    count: int
+
+
+class Exchange(NamedTuple):
+    """``old`` for ``new``, which grows fragmentation by ``gain`` memory slices less.
+
+    Infinite: ``old`` is a full GPU that is divided into shares, ``new`` is not.
+    """
+
+    gain: float
+    old: FleetPlace
+    new: FleetPlace
+
+
+@dataclass
+class OfferSelection:
+    """Selects the offers of one kind. ``extra`` are fixed offers that don't fit together with the others."""
+
+    draft: OfferDraft
+    needs: Sequence[Need]
+    fixed: frozenset[FleetPlace]
+    stickiness: float
+    extra: list[FleetPlace] = field(default_factory=list)
+
+    @property
+    def places(self) -> set[FleetPlace]:
+        return self.draft.places | set(self.extra)
+
+    def choose(self, published: Collection[FleetPlace]) -> None:
+        """Drafts the offers; keeps those of ``published`` that still serve a need."""
+        exchangeable = sorted(set(published) - self.fixed)
+        self._start()
+        self._improve(exchangeable)
+        if self._may_be_suboptimal() and self._start_anew():
+            self._improve(exchangeable)
+
+    def _start(self) -> None:
+        """Drafts the fixed offers that fit together."""
+        self.extra = []
+        for place in sorted(self.fixed):
+            if self.draft.admits(place):
+                self.draft.add(place)
+            else:
+                self.extra.append(place)
+
+    def _improve(self, published: Collection[FleetPlace]) -> None:
+        for _ in range(len(published) + EXTRA_EXCHANGES):
+            self._fill(published)
+            self._prune()
+            if not self._exchange():
+                return
+
+    def _may_be_suboptimal(self) -> bool:
+        """Whether a new selection may be better although no single exchange is.
+
+        Several places share a clique, and one of them is clearly worse than the best candidate.
+        """
+        fleet, drafted = self.draft.fleet, self.draft.places
+        candidates = fleet.candidates.get(self.draft.kind, NO_CANDIDATES)
+        if not candidates.ordered:
+            return False
+        best = candidates.ordered[0]
+        drafted_in = Counter(place.clique for place in drafted)
+        shared = (place for place in drafted if drafted_in[place.clique] > 1)
+        return any(fleet.terms(place).growth - best.ranked.terms.growth > self.stickiness for place in shared)
+
+    def _start_anew(self) -> bool:
+        """Takes the selection made without published offers, if that gains enough."""
+        fresh = OfferSelection(OfferDraft(self.draft.fleet, self.draft.kind), self.needs, self.fixed, self.stickiness)
+        fresh._start()
+        fresh._fill(())
+        gain, offers = self.draft.growth - fresh.draft.growth, len(self.draft.places)
+        if len(fresh.draft.places) != offers or gain <= self.stickiness * offers + ROUNDING:
+            return False
+        self.draft = fresh.draft
+        return True
+
+    def _fill(self, published: Iterable[FleetPlace]) -> None:
+        """Serves each need, from published offers while they fit."""
+        for need in self.needs:
+            missing = need.count - self.draft.count(need.eligible)
+            candidates = [place for place in published if self.draft.fleet.within(place, need.eligible)]
+            while missing > 0:
+                place = self._next(candidates, missing)
+                if place is None:
+                    best = self.draft.best(need.eligible)
+                    if best is None:
+                        break
+                    place = best.place
+                self.draft.add(place)
+                missing -= 1
+
+    def _next(self, candidates: list[FleetPlace], missing: int) -> FleetPlace | None:
+        """The best of ``candidates`` that fits; any of them if all are needed."""
+        candidates[:] = [place for place in candidates if self.draft.admits(place)]
+        if len(candidates) <= missing:
+            return candidates[0] if candidates else None
+        return min(candidates, key=lambda place: (self.draft.rank(place), place))
+
+    def _prune(self) -> None:
+        """Removes offers that no need requires, the worst first."""
+        if self.draft.count(None) <= self.needs[-1].count:
+            return
+        terms = self.draft.fleet.terms
+        for place in sorted(self.draft.places - self.fixed, key=lambda place: (terms(place), place), reverse=True):
+            if not self._needs_requiring(place):
+                self.draft.remove(place)
+
+    def _exchange(self) -> bool:
+        """Makes the exchange that gains most, if there is one worth it."""
+        exchanges = []
+        for place in sorted(self.draft.places - self.fixed):
+            narrow = [need.eligible for need in self._needs_requiring(place) if need.eligible is not None]
+            eligible = frozenset.intersection(*narrow) if narrow else None
+            terms, best = self.draft.instead_of(place, eligible)
+            if best is not None:
+                better = best.ranked.terms
+                gain = math.inf if terms.ends_shares > better.ends_shares else terms.growth - better.growth
+                exchanges.append(Exchange(gain, place, best.place))
+        exchange = max(exchanges, default=None)
+        if exchange is None or exchange.gain <= self.stickiness + ROUNDING:
+            return False
+        self.draft.remove(exchange.old)
+        self.draft.add(exchange.new)
+        return True
+
+    def _needs_requiring(self, place: FleetPlace) -> list[Need]:
+        """The needs that have no more offers than they ask for, ``place`` being one of them."""
+        within, count = self.draft.fleet.within, self.draft.count
+        return [need for need in self.needs if within(place, need.eligible) and count(need.eligible) <= need.count]
+
+
+def needs_of(
+    fleet: RankedFleet, kind: OfferKind, demands: Sequence[Demand], published: Collection[FleetPlace], at_least: int
+) -> list[Need]:
+    """The needs that follow from ``demands`` for ``kind``, the narrowest first; the last one is for the whole fleet.
+
+    The need of a set of GPUs includes those of its subsets. ``published`` are the places of present offers,
+    ``at_least`` is the number of offers without demand.
+    """
+    if not demands:
+        return [Need(None, at_least)]
+    asked = [Need(demand.eligible, demand.count) for demand in demands if not demand.together]
+    unmet: set[Demand] = set()  # equal demands can't be met either: what is asked of a group only grows
+    for demand in demands:
+        if demand.together and demand not in unmet:
+            group = _group(fleet, kind, demand, asked, published)
+            if group is None:
+                unmet.add(demand)
+            else:
+                asked.append(Need(group, demand.count))
+    sets = {need.eligible for need in asked if need.eligible is not None}
+    needs = [Need(eligible, _within(asked, eligible)) for eligible in sets]
+    needs.sort(key=lambda need: (len(need.eligible or ()), sorted(need.eligible or ())))
+    return [*needs, Need(None, max(at_least, sum(need.count for need in asked)))]
+
+
+def _within(asked: Iterable[Need], eligible: frozenset[str]) -> int:
+    return sum(need.count for need in asked if need.eligible is not None and need.eligible <= eligible)
+
+
+def _group(
+    fleet: RankedFleet, kind: OfferKind, demand: Demand, asked: Sequence[Need], published: Collection[FleetPlace]
+) -> frozenset[str] | None:
+    """The set of GPUs to serve a demand for devices together: one that already serves it, or the cheapest.
+
+    The next decision may choose another set, because offers that others caused made it cheaper. Prices never rise, so
+    the choice settles.
+    """
+    scored = []
+    for group in demand.together:
+        eligible = group if demand.eligible is None else group & demand.eligible
+        price = _price(OfferDraft(fleet, kind), eligible, _within(asked, eligible) + demand.count, published)
+        if price is not None:
+            scored.append((price, sorted(eligible), eligible))
+    return min(scored)[-1] if scored else None
+
+
+def _price(
+    draft: OfferDraft, eligible: frozenset[str], count: int, published: Collection[FleetPlace]
+) -> tuple[int, bool, float] | None:
+    """The price of ``count`` devices on ``eligible``; None if they don't fit.
+
+    The number of full GPUs that are divided into shares, whether offers are missing, and the growth of
+    fragmentation.
+    """
+    published_count = sum(1 for place in published if draft.fleet.within(place, eligible))
+    growth, shared = 0.0, 0
+    while draft.count(eligible) < count:
+        best = draft.best(eligible)
+        if best is None:
+            return None
+        growth += best.ranked.terms.growth
+        shared += best.ranked.terms.ends_shares
+        draft.add(best.place)
+    return shared, published_count < count, round(growth, 6)
