@@ -8,6 +8,7 @@ from itertools import combinations, islice
 from math import comb
 from typing import NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
 from controller.cluster.fleet import Fleet, FleetGpu
@@ -16,7 +17,7 @@ from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.node_eligibility import Excluded, Exclusion
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements, DeviceRequest, RequirementsReader
-from controller.explain.sources.availability import Availability, Obstacle, holders_of, listed, without
+from controller.explain.sources.availability import Availability, Obstacle, by_obstacle, holders_of, listed, without
 from controller.explain.sources.lacking_devices import Reasoning
 from driver.kube.types import PAUSED
 from driver.model.gpu import MigMode
@@ -37,7 +38,7 @@ REQUEST_CHANGES = {"count", "constraint"}
 """Kinds of changes after which the claim asks for something else."""
 
 
-class HelpfulChange(NamedTuple):
+class HelpfulChange(msgspec.Struct, frozen=True):
     """``text`` completes "it would fit if"; ``claims``: those that would have to end."""
 
     kind: str
@@ -83,7 +84,7 @@ def changes_that_help(reasoning: Reasoning, pending: PendingClaim) -> list[Helpf
     failing = list(dict.fromkeys(failures))
     if failing:  # the scheduler places no pod while one of its selectors fails on a device that it meets
         also = f", and the selectors of request {listed(failing)} failed on no device"
-        changes = [change._replace(text=change.text + also) for change in changes]
+        changes = [replace(change, text=change.text + also) for change in changes]
     if len(queue.of_pod(pending.pods[0])) == 1 and not pending.not_created:
         changes += _of_class(queue, pending)
     return list({change.text: change for change in changes}.values())
@@ -160,12 +161,11 @@ NODE_WIDE_OBSTACLES = {Obstacle.CLOSED, Obstacle.TAINTED}
 
 def _limited_by_node(available: Sequence[Availability]) -> Iterator[tuple[Obstacle, tuple[FleetGpu, ...]]]:
     """The GPUs of a node that an obstacle keeps from use, for each node and obstacle."""
-    limited: dict[tuple[str, Obstacle], dict[str, FleetGpu]] = {}
-    for availability in available:
-        for obstacle, gpus in availability.selected.limited.items():
-            for fleet_gpu in gpus:
-                limited.setdefault((fleet_gpu.node, obstacle), {})[fleet_gpu.gpu.uuid] = fleet_gpu
-    yield from ((obstacle, tuple(gpus.values())) for (_, obstacle), gpus in limited.items())
+    for obstacle, gpus in by_obstacle(availability.selected for availability in available).items():
+        by_node: dict[str, list[FleetGpu]] = {}
+        for fleet_gpu in gpus:
+            by_node.setdefault(fleet_gpu.node, []).append(fleet_gpu)
+        yield from ((obstacle, tuple(of_node)) for of_node in by_node.values())
 
 
 def _fleet_without(feasibility: Feasibility, gpus: Sequence[FleetGpu], obstacle: Obstacle) -> Fleet:

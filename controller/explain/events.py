@@ -74,6 +74,7 @@ class WrittenEvent(Struct, frozen=True):
     involved_object: InvolvedObject = InvolvedObject()
     reason: str = ""
     message: str = ""
+    last_timestamp: str | None = None
 
 
 def written_events(client: KubeClient) -> list[WrittenEvent]:

@@ -6,12 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from controller.demand.node_eligibility import Excluded
 from controller.demand.pending_claims import PendingClaim
 from controller.explain.changes import HelpfulChange, admitting, changes_that_help
 from controller.explain.events import ALLOCATED, NO_POD, NOT_USED
 from controller.explain.reason import OF_THE_POD, ClaimReason
 from controller.explain.sources.availability import Availability, holders_of, listed
+from controller.explain.sources.scheduler_reports import report_of
 from controller.explain.sources.unplaced_pods import AllocatedPods
 from controller.report.cluster_view import ClusterView
 from driver.clock import Clock
@@ -24,8 +27,7 @@ TERMINATING = "Terminating"
 OTHER_DRIVERS = "OtherDrivers"
 
 
-@dataclass(frozen=True)
-class ProductCount:
+class ProductCount(msgspec.Struct, frozen=True):
     """Of the GPUs of one product that a request selects: how many could provide a device now, and what keeps others."""
 
     product: str
@@ -35,8 +37,7 @@ class ProductCount:
     closed: Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class RequestCount:
+class RequestCount(msgspec.Struct, frozen=True, rename="camel"):
     """What a request asks for, and the GPUs that have it by product."""
 
     name: str
@@ -115,7 +116,7 @@ class Explainer:
         if reason is None:
             return explanation
         changes = tuple(changes_that_help(self._reasoning.for_claim(alone), alone))
-        explanation_of_pod = replace(explanation, pods=(pod,), reports=tuple(_reports((pod,))), changes=changes)
+        explanation_of_pod = replace(explanation, pods=(pod,), reports=_reports((pod,)), changes=changes)
         return replace(explanation_of_pod, code=reason.code.value, message=reason.sentence, permanent=True)
 
     def of_claim(self, claim: Claim) -> Explanation:
@@ -164,7 +165,7 @@ class Explainer:
             code=code,
             message=message,
             permanent=reason is not None and reason.permanent,
-            reports=tuple(_reports(pending.pods)),
+            reports=_reports(pending.pods),
         )
 
     def _of_reason(self, reason: ClaimReason) -> Explanation:
@@ -208,11 +209,8 @@ def _products(available: Availability) -> Iterator[ProductCount]:
         yield ProductCount(product, len(gpus), free, len(gpus) - free - closed.total(), dict(closed))
 
 
-def _reports(pods: Sequence[Pod]) -> Iterator[tuple[str, str]]:
-    for pod in pods:
-        for condition in pod.status.conditions:
-            if condition.keeps_from_scheduling and condition.message:
-                yield pod.metadata.name, condition.message
+def _reports(pods: Sequence[Pod]) -> tuple[tuple[str, str], ...]:
+    return tuple((pod.metadata.name, report.message) for pod in pods if (report := report_of(pod)) is not None)
 
 
 def key_of(name: str, namespace: str) -> Key:

@@ -24,6 +24,7 @@ from controller.curation.disjoint_planner import DisjointPlanner
 from controller.curation.reservation import overdue_reservation
 from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import Queue
+from controller.explain.events import WrittenEvent
 from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ClaimReason
 from controller.explain.situation import DisjointPlan, Lookups, Situation
@@ -35,7 +36,7 @@ from driver.kube.client import KubeClient
 from driver.kube.controller_heartbeat import LastHeartbeat, last_heartbeat
 from driver.kube.reads import RESOURCE_GROUP, DevicesByNode, read_all
 from driver.kube.slice_types import ResourceSlice
-from driver.kube.types import Key, Pod, Struct
+from driver.kube.types import Key, Pod
 from driver.kube.watch_cache import MALFORMED
 from driver.model.plan import OfferMode
 from driver.placement.ranking import Ranking
@@ -119,13 +120,6 @@ def unreported_nodes(snapshot: Snapshot, clock: Clock) -> UnreportedNodes:
     return UnreportedNodes(names, any(age < REPORT_TIMEOUT_SECONDS for age in ages))
 
 
-class EventMessage(Struct, frozen=True):
-    """The part of an Event that says why a claim was not created."""
-
-    message: str = ""
-    last_timestamp: str | None = None
-
-
 class ClusterReads(Lookups):
     """Reads of single objects that no snapshot has. None: this account may not read them."""
 
@@ -161,7 +155,7 @@ class ClusterReads(Lookups):
         selector = {"fieldSelector": f"involvedObject.uid={pod.metadata.uid},reason=FailedResourceClaimCreation"}
         path = f"/api/v1/namespaces/{pod.metadata.namespace}/events"
         try:
-            events = list(read_all(self._client, path, EventMessage, selector))
+            events = list(read_all(self._client, path, WrittenEvent, selector))
         except (ApiError, msgspec.MsgspecError):
             return None
         return max(events, key=lambda event: event.last_timestamp or "").message if events else None

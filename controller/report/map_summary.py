@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -30,32 +30,31 @@ class MapFilter:
 
     def apply(self, nodes: Iterable[MapNode]) -> tuple[MapNode, ...]:
         """The kept GPUs on their nodes. Nodes without any are left out, unless their state is asked for."""
-        tests = self._tests()
+        others = replace(self, nodes=())
+        shows_empty = others == MapFilter()
         kept = []
         for node in nodes:
             if self.nodes and node.name not in self.nodes:
                 continue
-            gpus = tuple(gpu for gpu in node.gpus if all(test(node, gpu) for test in tests))
-            if gpus or not tests or (len(tests) == 1 and self.unhealthy and UNUSABLE & set(node.states)):
+            is_unusable = bool(UNUSABLE & set(node.states))
+            gpus = tuple(gpu for gpu in node.gpus if self._matches(gpu, is_unusable=is_unusable))
+            if gpus or shows_empty or (is_unusable and others == MapFilter(unhealthy=True)):
                 kept.append(msgspec.structs.replace(node, gpus=gpus))
         return tuple(kept)
 
     def __bool__(self) -> bool:
         return self != MapFilter()
 
-    def _tests(self) -> list[Callable[[MapNode, MapGpu], bool]]:
-        tests: list[Callable[[MapNode, MapGpu], bool]] = []
-        if (product := self.product) is not None:
-            tests.append(lambda _, gpu: product.casefold() in gpu.product.casefold())
-        if self.namespace is not None:
-            tests.append(lambda _, gpu: any(holder.namespace == self.namespace for holder in holders_of(gpu)))
-        if self.device_class is not None:
-            tests.append(lambda _, gpu: any(holder.device_class == self.device_class for holder in holders_of(gpu)))
-        if self.free:
-            tests.append(lambda _, gpu: any(gpu.slices.get(state) for state in FREE_STATES))
-        if self.unhealthy:
-            tests.append(lambda node, gpu: gpu.fault is not None or bool(UNUSABLE & set(node.states)))
-        return tests
+    def _matches(self, gpu: MapGpu, *, is_unusable: bool) -> bool:
+        """``is_unusable``: by the state of its node."""
+        holders = holders_of(gpu)
+        return (
+            (self.product is None or self.product.casefold() in gpu.product.casefold())
+            and (self.namespace is None or self.namespace in {holder.namespace for holder in holders})
+            and (self.device_class is None or self.device_class in {holder.device_class for holder in holders})
+            and (not self.free or any(gpu.slices.get(state) for state in FREE_STATES))
+            and (not self.unhealthy or gpu.fault is not None or is_unusable)
+        )
 
 
 def holders_of(gpu: MapGpu) -> list[Holder]:

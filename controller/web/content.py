@@ -13,6 +13,7 @@ from itertools import islice
 import msgspec
 
 from controller.cluster.fleet import FleetGpu
+from controller.explain.changes import HelpfulChange
 from controller.report.claim_explainer import Explainer, Explanation
 from controller.report.cluster_view import ClusterView
 from controller.report.map_model import MapNode, Value, cluster_map, requested_kinds
@@ -54,14 +55,6 @@ class PageNode(MapNode, frozen=True):
     hardware: tuple[GpuHardware, ...] = ()
 
 
-class PageChange(Value, frozen=True):
-    """A change after which a claim would fit, as ``tessera why`` names it."""
-
-    kind: str
-    text: str
-    claims: tuple[str, ...]
-
-
 class PagePending(Value, frozen=True):
     """A pending claim, or a pod without the claim that it names (``claim`` is None).
 
@@ -76,7 +69,7 @@ class PagePending(Value, frozen=True):
     message: str
     holders: tuple[str, ...]
     holder_count: int
-    changes: tuple[PageChange, ...]
+    changes: tuple[HelpfulChange, ...]
     reports: tuple[str, ...]
     is_explained: bool
 
@@ -166,7 +159,8 @@ def _explained(explanation: Explanation) -> PagePending:
         holders=explanation.holders[:MAX_NAMES],
         holder_count=len(explanation.holders),
         changes=tuple(
-            PageChange(change.kind, _clipped(change.text), change.claims[:MAX_NAMES]) for change in explanation.changes
+            HelpfulChange(change.kind, _clipped(change.text), change.claims[:MAX_NAMES])
+            for change in explanation.changes
         ),
         reports=tuple(_clipped(f"{pod}: {message}") for pod, message in explanation.reports[:MAX_NAMES]),
         is_explained=explanation.is_detailed,

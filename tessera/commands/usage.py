@@ -21,11 +21,11 @@ from tessera.status.snapshot import NAMESPACE
 from tessera.tables_and_drawings import columns, counted, printable, with_output
 from tessera.usage.advice import WHOLE, Advice
 from tessera.usage.advice import advise as advice_of
-from tessera.usage.history import geometries_of, read_history, read_products
+from tessera.usage.history import geometries_of, read_history
 from tessera.usage.output import NOTHING_KNOWN, Style, as_csv, as_json, as_table, number
 from tessera.usage.pages import read_cluster, read_urls
 from tessera.usage.prices import read_prices
-from tessera.usage.prometheus import Prometheus, check_labels, read_period
+from tessera.usage.prometheus import Prometheus, check_labels, read_gpus, read_period
 from tessera.usage.report import KeyOf, summarize
 
 AGENT = "tessera-usage"
@@ -229,8 +229,8 @@ def advise(
     needs = ", of which partitions could be advised: is the controller running?"
     geometries = geometries_of(plans_and_gpus(client_of(kubeconfig, AGENT), needs)[1])
     check_labels(server)
-    history, products = read_history(server, since.seconds), read_products(server, since.seconds)
-    advices = advice_of(history, products, geometries, margin / 100)
+    history, gpus = read_history(server, since.seconds), read_gpus(server, since.seconds)
+    advices = advice_of(history, gpus, geometries, margin / 100)
     click.echo(
         json.dumps([_advice_object(advice) for advice in advices], indent=2)
         if output == "json"

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeVar
@@ -14,13 +14,13 @@ from typing import NamedTuple, NoReturn, TypeVar
 import click
 import msgspec
 
-from controller.explain.events import ALLOCATED, COMPONENT, NOT_USED
+from controller.explain.events import ALLOCATED, COMPONENT, NOT_USED, WrittenEvent
 from controller.explain.sources.availability import listed
 from controller.explain.sources.scheduler_reports import report_of
 from controller.report.claim_explainer import NOT_PREPARED, TERMINATING, Explainer, Explanation, key_of
 from controller.report.cluster_view import ClusterView, read_cluster
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError, UsageError
-from driver.kube.client import KubeClient, Object
+from driver.kube.client import KubeClient
 from driver.kube.reads import RESOURCE_GROUP, read_all, read_object
 from driver.kube.types import Claim, Key, Metadata, Pod
 from kubelet_plugin.status.events import EventReason
@@ -128,18 +128,15 @@ def _reported(client: KubeClient, name: str | None, namespace: str, refusal: Fat
     kind, key = _kind_and_key(name or "", namespace)
     try:
         selector = {"fieldSelector": f"reportingComponent={COMPONENT}"}
-        events = list(read_all(client, f"/api/v1/namespaces/{key.namespace}/events", Object, selector))
+        events = list(read_all(client, f"/api/v1/namespaces/{key.namespace}/events", WrittenEvent, selector))
     except (ApiError, msgspec.MsgspecError):
         raise refusal from None
-    events.sort(key=lambda event: str(event.get("lastTimestamp")))
-    about = ((event.get("involvedObject", {}), event) for event in events)
-    latest = {
-        (involved["kind"], involved["name"]): event for involved, event in about if {"kind", "name"} <= involved.keys()
-    }
+    events.sort(key=lambda event: event.last_timestamp or "")
+    latest = {(event.involved_object.kind, event.involved_object.name): event for event in events}
     explanations = [
-        _as_reported(of_kind, of, key.namespace, event)
+        _as_reported(Key(key.namespace, of), of_kind, event)
         for (of_kind, of), event in latest.items()
-        if (not name or of == key.name) and (not kind or (of_kind == "Pod") == (kind in POD_KINDS))
+        if (of == key.name if name else of) and (not kind or (of_kind == "Pod") == (kind in POD_KINDS))
     ]
     explanations = [explanation for explanation in explanations if name or explanation.is_pending]
     if not explanations:
@@ -147,12 +144,11 @@ def _reported(client: KubeClient, name: str | None, namespace: str, refusal: Fat
     return explanations
 
 
-def _as_reported(kind: str, name: str, namespace: str, event: Object) -> Explanation:
-    key, code, message = Key(namespace, name), str(event.get("reason")), str(event.get("message"))
-    at = f" (reported {event.get('lastTimestamp')})"
+def _as_reported(key: Key, kind: str, event: WrittenEvent) -> Explanation:
+    message = f"{event.message} (reported {event.last_timestamp})"
     if kind == "ResourceClaim":
-        return Explanation(str(key), (), code, message + at)
-    return Explanation("", (Pod(Metadata(name=name, namespace=namespace)),), code, message + at)
+        return Explanation(str(key), (), event.reason, message)
+    return Explanation("", (Pod(Metadata(name=key.name, namespace=key.namespace)),), event.reason, message)
 
 
 def _namespace(explanation: Explanation) -> str:
@@ -194,23 +190,23 @@ def _with_preparation(client: KubeClient, driver: str, explanation: Explanation)
         return explanation
     uids = [claim.metadata.uid, *(pod.metadata.uid for pod in explanation.pods[:MAX_HOLDERS])]
     warnings = [event for uid in uids for event in _warnings(client, key.namespace, uid)]
-    latest = max(warnings, key=lambda event: event.get("lastTimestamp") or "", default=None)
+    latest = max(warnings, key=lambda event: event.last_timestamp or "", default=None)
     node = explanation.pods[0].spec.node_name or "its node"
     if latest is None:
         why = "do the kubelet and the node plugin run there? (tessera status)"
     else:
-        why = f"{latest['reason']}: {latest.get('message', '')}"
+        why = f"{latest.reason}: {latest.message}"
     return replace(explanation, code=NOT_PREPARED, message=f"{explanation.message}; {node} has not prepared it: {why}")
 
 
-def _warnings(client: KubeClient, namespace: str, uid: str) -> list[Object]:
+def _warnings(client: KubeClient, namespace: str, uid: str) -> list[WrittenEvent]:
     """Events of the node plugin and the kubelet about an object."""
     selectors = {"fieldSelector": f"involvedObject.uid={uid},type=Warning"}
     try:
-        events = list(read_all(client, f"/api/v1/namespaces/{namespace}/events", Object, selectors))
-    except ApiError:
+        events = list(read_all(client, f"/api/v1/namespaces/{namespace}/events", WrittenEvent, selectors))
+    except (ApiError, msgspec.MsgspecError):
         return []
-    return [event for event in events if event.get("reason") in PREPARATION_FAILED]
+    return [event for event in events if event.reason in PREPARATION_FAILED]
 
 
 def _without_claims(pod: Pod) -> Explanation:
@@ -336,18 +332,8 @@ def _as_json(explanation: Explanation, holders: Sequence[HoldingClaim]) -> dict[
         "pods": [str(pod.metadata.key) for pod in explanation.pods],
         "reason": explanation.code,
         "message": explanation.message,
-        "requests": [
-            {
-                "name": request.name,
-                "deviceClass": request.device_class,
-                "needs": request.needs,
-                "products": [asdict(product) for product in request.products],
-            }
-            for request in explanation.requests
-        ],
+        "requests": msgspec.to_builtins(explanation.requests),
         "holders": [holder._asdict() for holder in holders],
-        "changes": [
-            {"kind": change.kind, "text": change.text, "claims": list(change.claims)} for change in explanation.changes
-        ],
+        "changes": msgspec.to_builtins(explanation.changes),
         "schedulerReports": [{"pod": pod, "message": message} for pod, message in explanation.reports],
     }

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import fsum
 from typing import NamedTuple
 
-from tessera.usage.report import GpuOfNode
+from tessera.usage.report import GpuOfNode, GpuSlices
 
 MIN_HOURS = 24.0
 """A workload is judged after a day: less says nothing of what it needs at other times of the day."""
@@ -109,7 +109,7 @@ def owner_of(pod: str) -> str:
 
 def advise(
     devices: Iterable[DeviceHistory],
-    products: Mapping[GpuOfNode, str],
+    gpus: Mapping[GpuOfNode, GpuSlices],
     geometries: Mapping[str, Sequence[ProfileClass]],
     margin: float,
 ) -> list[Advice]:
@@ -119,7 +119,8 @@ def advise(
     """
     groups: dict[Workload, list[DeviceHistory]] = defaultdict(list)
     for device in devices:
-        product, kind = products.get(device.gpu, ""), (device.device_class, device.profile, device.slices)
+        gpu, kind = gpus.get(device.gpu), (device.device_class, device.profile, device.slices)
+        product = "" if gpu is None else gpu.product
         groups[Workload(device.namespace, owner_of(device.pod), *kind, product)].append(device)
     advices = [_advice(workload, group, geometries.get(workload.product, ()), margin)
                for workload, group in groups.items()]  # fmt: skip

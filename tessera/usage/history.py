@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from deviceclasses.chart_classes import profile_classes
 from driver.model.plan import GpuReport
 from tessera.usage.advice import DeviceHistory, ProfileClass
-from tessera.usage.prometheus import ALLOCATED_METRIC, GPU_SLICES, HOUR, Prometheus, growth
-from tessera.usage.report import GpuOfNode, gpu_of
+from tessera.usage.prometheus import ALLOCATED_METRIC, HOUR, Prometheus, growth
+from tessera.usage.report import GpuOfNode
 
 HISTORY_LABELS = ("namespace", "pod", "claim", "class", "profile", "device", "gpu", "node")
 JUDGED = '{pod!="",source!="shared"}'
@@ -61,12 +61,6 @@ def read_history(prometheus: Prometheus, seconds: float) -> list[DeviceHistory]:
         for key, held_slices in slices.items()
         if held_slices > 0
     ]
-
-
-def read_products(prometheus: Prometheus, seconds: float) -> dict[GpuOfNode, str]:
-    """The product of each GPU of the period."""
-    samples = prometheus.query(f"max by (node, gpu, product) (last_over_time({GPU_SLICES}[{seconds:.0f}s]))")
-    return {gpu_of(labels): labels.get("product", "") for labels, _ in samples}
 
 
 def geometries_of(reports: Iterable[GpuReport]) -> dict[str, list[ProfileClass]]:

@@ -23,7 +23,7 @@ from tessera.status.snapshot import NODE_PLUGIN
 from tessera.tables_and_drawings import counted, printable
 from tessera.usage.http_reader import HttpReader
 from tessera.usage.prometheus import GPU_SLICES, GPU_UNKNOWN
-from tessera.usage.report import GpuOfNode, GpuSlices, Reading, UsageRecord
+from tessera.usage.report import GpuOfNode, GpuSlices, Reading, UsageRecord, gpu_of
 
 METRICS_PORT = "metrics"
 """Name of the port in the chart's pods."""
@@ -63,7 +63,7 @@ def parse_page(text: str) -> UsagePage | None:
     page, metrics = UsagePage(), 0
     for name, labels, value in _samples(text):
         metrics += 1
-        gpu = GpuOfNode(labels.get("node", ""), labels.get("gpu", ""))
+        gpu = gpu_of(labels)
         if name == GPU_SLICES and value > 0:
             page.gpus[gpu] = GpuSlices(labels.get("product", ""), value)
         elif name == GPU_UNKNOWN:

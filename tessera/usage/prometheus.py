@@ -145,10 +145,9 @@ def read_period(prometheus: Prometheus, seconds: float, labels: Sequence[str]) -
             devices.append(_device(key, labels, measured, min(used_at.get(key, 0.0), measured)))
         if measured < allocated:
             devices.append(_device(key, labels, allocated - measured, None))
-    sizes = prometheus.query(f"max by (node, gpu, product) (last_over_time({GPU_SLICES}[{period}]))")
-    gpus = {gpu_of(found): GpuSlices(found.get("product", ""), value) for found, value in sizes if value > 0}
+    gpus = read_gpus(prometheus, seconds)
     unknown = prometheus.query(f"max by (node, gpu, reason) (last_over_time({GPU_UNKNOWN}[{period}]))")
-    reasons = {gpu_of(found): found.get("reason", "") for found, _ in unknown}
+    reasons = {gpu_of(gpu_labels): gpu_labels.get("reason", "") for gpu_labels, _ in unknown}
     if not gpus and not devices:
         raise FatalError(
             f"--prometheus {prometheus.name}: has no {GPU_SLICES} in the period: does it scrape the node plugins, and "
@@ -161,6 +160,12 @@ def read_period(prometheus: Prometheus, seconds: float, labels: Sequence[str]) -
     capacity = fsum(value for _, value in total) * step / HOUR
     warnings = [*([] if covered else [late]), *prometheus.warnings]
     return Reading(devices, gpus, reasons, capacity, warnings, seconds)
+
+
+def read_gpus(prometheus: Prometheus, seconds: float) -> dict[GpuOfNode, GpuSlices]:
+    """The GPUs of the period. Raises EnvironmentFault, FatalError."""
+    sizes = prometheus.query(f"max by (node, gpu, product) (last_over_time({GPU_SLICES}[{seconds:.0f}s]))")
+    return {gpu_of(labels): GpuSlices(labels.get("product", ""), value) for labels, value in sizes if value > 0}
 
 
 def check_labels(prometheus: Prometheus) -> None:

@@ -100,16 +100,6 @@ class SelectedGpus:
         return tuple(gpu for gpu in self.reachable if gpu.blocked_by is None)
 
     @cached_property
-    def blocked(self) -> Mapping[Obstacle, tuple[FleetGpu, ...]]:
-        """The reachable GPUs that can not provide any device, whatever is held."""
-        return _grouped((gpu.blocked_by, gpu.entry) for gpu in self.reachable)
-
-    @cached_property
-    def limited(self) -> Mapping[Obstacle, tuple[FleetGpu, ...]]:
-        """The reachable GPUs that could provide more without an obstacle; they include those that are ``blocked``."""
-        return _grouped((gpu.limited_by, gpu.entry) for gpu in self.reachable)
-
-    @cached_property
     def by_node(self) -> Mapping[str, tuple[SelectedGpu, ...]]:
         gpus_of: dict[str, list[SelectedGpu]] = {}
         for gpu in self.usable:
@@ -291,12 +281,14 @@ def _taints(rule: DeviceTaintRule, entry: FleetGpu, driver: str, selectors: Sequ
     return all(name == device for name, spot in spots if any(matches.has(*spot) for matches in selected))
 
 
-def _grouped(pairs: Iterable[tuple[Obstacle | None, FleetGpu]]) -> Mapping[Obstacle, tuple[FleetGpu, ...]]:
-    groups: dict[Obstacle, list[FleetGpu]] = {}
-    for obstacle, entry in pairs:
+def by_obstacle(selected: Iterable[SelectedGpus], *, blocked: bool = False) -> dict[Obstacle, list[FleetGpu]]:
+    """The reachable GPUs, each once, that an obstacle limits; or only those that it keeps from every device."""
+    groups: dict[Obstacle, dict[str, FleetGpu]] = {}
+    for gpu in (gpu for gpus in selected for gpu in gpus.reachable):
+        obstacle = gpu.blocked_by if blocked else gpu.limited_by
         if obstacle is not None:
-            groups.setdefault(obstacle, []).append(entry)
-    return {obstacle: tuple(gpus) for obstacle, gpus in groups.items()}
+            groups.setdefault(obstacle, {})[gpu.entry.gpu.uuid] = gpu.entry
+    return {obstacle: list(gpus.values()) for obstacle, gpus in groups.items()}
 
 
 def listed(names: Sequence[str], shown: int = SHOWN) -> str:

@@ -23,6 +23,7 @@ from controller.explain.sources.availability import (
     SHOWN,
     Availability,
     SelectedGpus,
+    by_obstacle,
     failure_of,
     held_by,
     listed,
@@ -150,8 +151,7 @@ class Reasoning:
         if gang is None or (reason is not None and reason.permanent):
             return reason
         if gang not in self._of_gang:
-            of_gang = reason_of_gang(self.queue, gang)
-            self._of_gang[gang] = None if of_gang is None else Reason(ReasonCode.GANG, *of_gang)
+            self._of_gang[gang] = reason_of_gang(self.queue, gang)
         return self._of_gang[gang] or reason
 
     def for_claim(self, pending: PendingClaim) -> Reasoning:
@@ -360,7 +360,7 @@ class Reasoning:
         first = next(alone, None)
         chosen = requests if first is None else (first,)
         selected = [self.availability(request, pending).selected for request in chosen]
-        obstacles = {obstacle for gpus in selected for obstacle in gpus.limited}
+        obstacles = by_obstacle(selected).keys()
         if not obstacles:
             return None
         sufficient = set()

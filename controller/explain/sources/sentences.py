@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from controller.cluster.fleet import FleetGpu
 from controller.cluster.node_use_labels import DEDICATED_TO
@@ -17,6 +17,7 @@ from controller.explain.sources.availability import (
     Obstacle,
     SelectedGpu,
     SelectedGpus,
+    by_obstacle,
     held_by,
     listed,
     named,
@@ -131,14 +132,12 @@ def only_elsewhere(what: str, fitting: Sequence[str], excluded: Mapping[str, Exc
     return Reason(code, f"{what} on nodes where its pod can't run: {where}", permanent=True)
 
 
-def obstructed(
-    requests: Sequence[DeviceRequest], selected: Sequence[SelectedGpus], obstacles: Collection[Obstacle]
-) -> Reason:
+def obstructed(requests: Sequence[DeviceRequest], selected: Sequence[SelectedGpus], obstacles: Set[Obstacle]) -> Reason:
     """Even if nothing were held, ``obstacles`` would be in the way; without one of them it would fit."""
-    gpus_of = _joined([selection.blocked for selection in selected], obstacles)
-    if not any(gpus_of.values()):
-        gpus_of = _joined([selection.limited for selection in selected], obstacles)
-    main = max(gpus_of, key=lambda obstacle: (len(gpus_of[obstacle]), obstacle))
+    gpus_of = by_obstacle(selected, blocked=True)
+    if not obstacles & gpus_of.keys():
+        gpus_of = by_obstacle(selected)
+    main = max(obstacles & gpus_of.keys(), key=lambda obstacle: (len(gpus_of[obstacle]), obstacle))
     gpus = {entry.entry.gpu.uuid for selection in selected for entry in selection.reachable}
     request = f"request {requests[0].name}: " if len(requests) == 1 else ""
     code, text = OF_OBSTACLE[main]
@@ -159,16 +158,6 @@ def obstructed(
     )
     also = "; ".join(f"{count} more: {obstacle}" for obstacle, count in more.items())
     return Reason(code, f"{sentence}: {steps}{'; ' + also if also else ''}", permanent=True)
-
-
-def _joined(
-    groups: Sequence[Mapping[Obstacle, Sequence[FleetGpu]]], obstacles: Iterable[Obstacle]
-) -> dict[Obstacle, tuple[FleetGpu, ...]]:
-    """The GPUs of all ``groups`` by obstacle, each once."""
-    return {
-        obstacle: tuple({gpu.gpu.uuid: gpu for group in groups for gpu in group.get(obstacle, ())}.values())
-        for obstacle in obstacles
-    }
 
 
 def reset_steps(gpus: Sequence[FleetGpu]) -> str:

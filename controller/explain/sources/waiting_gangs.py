@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from controller.demand.gangs import Gang
 from controller.demand.pending_claims import Queue
-from controller.explain.reason import ClaimReason, ReasonCode
+from controller.explain.reason import ClaimReason, Reason, ReasonCode
 from controller.explain.sources.scheduler_reports import age_of
 from driver.clock import Clock
 from driver.kube.types import Pod
@@ -15,11 +15,8 @@ GRACE_SECONDS = 2.0
 """Time that the pods of a gang have to be created, one after the other."""
 
 
-def reason_of_gang(queue: Queue, gang: Gang) -> tuple[str, bool] | None:
-    """Why the scheduler can not place ``gang``, and whether that holds even if nothing were held.
-
-    None if that is unknown, or if pods are missing, which the scheduler itself reports.
-    """
+def reason_of_gang(queue: Queue, gang: Gang) -> Reason | None:
+    """Why the scheduler can not place ``gang``; None if unknown, or if pods are missing, which it reports itself."""
     if gang.missing:
         return None
     emptied = queue.room(gang, queue.feasibility.unheld)
@@ -28,7 +25,8 @@ def reason_of_gang(queue: Queue, gang: Gang) -> tuple[str, bool] | None:
     free = "even if nothing were held, there would be room for" if permanent else "free devices are enough for"
     nodes = f"{room.nodes} {'node' if room.nodes == 1 else 'nodes'}"
     at_most = f"{free} {f'{room.pods} of them at most, on {nodes}' if room.pods else 'none of them'}"
-    return f"PodGroup {gang.group.metadata.name} needs {_needed(queue, gang)} at once; {at_most}", permanent
+    sentence = f"PodGroup {gang.group.metadata.name} needs {_needed(queue, gang)} at once; {at_most}"
+    return Reason(ReasonCode.GANG, sentence, permanent)
 
 
 def reasons_of_incomplete(queue: Queue, clock: Clock) -> Iterator[ClaimReason]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tessera.usage.advice import Advice, DeviceHistory, ProfileClass, advise, owner_of
-from tessera.usage.report import GpuOfNode
+from tessera.usage.report import GpuOfNode, GpuSlices
 from tests.support.usage_pages import GIB, H100
 
 GPU = GpuOfNode("n", "gpu-0")
@@ -28,7 +28,7 @@ DAYS = DeviceHistory(
 
 
 def advice(*devices: DeviceHistory, margin: float = 0.2) -> Advice:
-    [found] = advise(devices, {GPU: H100}, {H100: GEOMETRY}, margin)
+    [found] = advise(devices, {GPU: GpuSlices(H100, 8)}, {H100: GEOMETRY}, margin)
     return found
 
 
@@ -107,7 +107,7 @@ def test_what_can_not_be_judged_is_refused_with_the_reason(device: DeviceHistory
 
 def test_what_saves_most_comes_first() -> None:
     small = replace(DAYS, pod="small", slice_hours=8 * 30, measured_hours=30)
-    assert [each.workload.name for each in advise([small, DAYS], {GPU: H100}, {H100: GEOMETRY}, 0.2)] == [
+    assert [each.workload.name for each in advise([small, DAYS], {GPU: GpuSlices(H100, 8)}, {H100: GEOMETRY}, 0.2)] == [
         "serve",
         "small",
     ]
