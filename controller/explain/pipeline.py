@@ -86,7 +86,7 @@ class ReasonFinder:
         Claims for devices of other drivers only have none. A reason that was kept for a while says since when.
         """
         queue = situation.queue
-        activity = SchedulerActivity(queue)
+        activity = SchedulerActivity(queue, self._clock)
         unplaced = self._unplaced.reasons(situation)
         self._sightings.update(situation)
         incomplete = reasons_of_incomplete(queue, self._clock) if queue.gangs else ()
@@ -94,7 +94,7 @@ class ReasonFinder:
             situation,
             Reasoning(queue, self._known),
             {reason.pending.key: reason for reason in incomplete},
-            ClaimsDespiteOffers(situation, self._sightings, self._overdue_seconds, activity, self._clock),
+            ClaimsDespiteOffers(situation, self._sightings, self._overdue_seconds, activity),
         )
         queued = {pending.key for pending in queue.pending}
         yield from (reason for key, reason in unplaced.items() if key not in queued)
@@ -117,7 +117,7 @@ class ReasonFinder:
                 self._last[key] = reason
             is_old = reason.found_at is not None and now - reason.found_at > SHOWN_AGE
             shown = reason if is_old else reason._replace(found_at=None)
-            yield with_scheduler(shown, activity, self._clock)
+            yield with_scheduler(shown, activity)
 
 
 @dataclass(frozen=True)

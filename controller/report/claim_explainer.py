@@ -13,7 +13,7 @@ from controller.demand.pending_claims import PendingClaim
 from controller.explain.changes import HelpfulChange, admitting, changes_that_help
 from controller.explain.events import ALLOCATED, NO_POD, NOT_USED
 from controller.explain.reason import OF_THE_POD, ClaimReason
-from controller.explain.sources.availability import Availability, holders_of, listed
+from controller.explain.sources.availability import Availability, SelectedGpu, holders_of, listed
 from controller.explain.sources.scheduler_reports import report_of
 from controller.explain.sources.unplaced_pods import AllocatedPods
 from controller.report.cluster_view import ClusterView
@@ -199,13 +199,12 @@ class Explainer:
 
 
 def _products(available: Availability) -> Iterator[ProductCount]:
-    by_product: dict[str, list[tuple[str, bool]]] = {}
+    by_product: dict[str, list[SelectedGpu]] = {}
     for gpu in available.selected.gpus:
-        obstacle = "" if gpu.blocked_by is None else gpu.blocked_by.value
-        by_product.setdefault(gpu.entry.gpu.product_name, []).append((obstacle, gpu.now > 0))
+        by_product.setdefault(gpu.entry.gpu.product_name, []).append(gpu)
     for product, gpus in sorted(by_product.items()):
-        free = sum(now for obstacle, now in gpus if not obstacle)
-        closed = Counter(obstacle for obstacle, _ in gpus if obstacle)
+        free = sum(gpu.now > 0 for gpu in gpus if gpu.blocked_by is None)
+        closed = Counter(gpu.blocked_by.value for gpu in gpus if gpu.blocked_by is not None)
         yield ProductCount(product, len(gpus), free, len(gpus) - free - closed.total(), dict(closed))
 
 

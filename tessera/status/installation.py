@@ -5,7 +5,7 @@ from __future__ import annotations
 from driver.kube.controller_heartbeat import renewed_at
 from driver.kube.reads import minor_version
 from driver.model.plan import FENCE
-from tessera.status.snapshot import CheckOutput, Listing, Problem, StatusSnapshot, read_time
+from tessera.status.snapshot import CheckOutput, Listing, Problem, StatusSnapshot, moment_of
 from tessera.tables_and_drawings import counted
 
 BOUNDARIES = tuple(f"own-{kind}.gpu.tessera.dev" for kind in ("claims", "events", "fence", "plan", "slices"))
@@ -86,7 +86,7 @@ def policies(snapshot: StatusSnapshot) -> CheckOutput:
 def clocks(snapshot: StatusSnapshot) -> CheckOutput:
     skews = {}
     for lease in (*snapshot.leases.values(), *snapshot.node_leases):
-        renewed, written = read_time(lease["spec"].get("renewTime")), renewed_at(lease)
+        renewed, written = moment_of(lease["spec"].get("renewTime")), renewed_at(lease)
         if renewed is not None and written is not None:
             holder = str(lease["spec"].get("holderIdentity") or lease["metadata"]["name"])
             skews[holder] = (renewed - written).total_seconds()

@@ -94,9 +94,9 @@ def _remedy(found: Explanation) -> str:
 
 def _unreadable(snapshot: StatusSnapshot) -> CheckOutput:
     """Findings about objects that the controller can't read."""
-    unreadable = [event for event in snapshot.events if event.get("reason") == UNREADABLE and snapshot.is_recent(event)]
+    unreadable = [event for event in snapshot.events if event.reason == UNREADABLE and snapshot.is_recent(event)]
     for event in unreadable[:MAX_FINDINGS]:
-        about = event["involvedObject"]
-        where = f"{about['namespace']}/" if about.get("namespace") else ""
+        about = event.involved_object
+        where = f"{about.namespace}/" if about.namespace else ""
         remedy = f"correct or delete it, and report it as a defect: {READ_EVENTS}"
-        yield Problem(f"{about.get('kind')} {where}{about.get('name')}", str(event.get("message", "")), remedy)
+        yield Problem(f"{about.kind} {where}{about.name}", event.message, remedy)

@@ -205,25 +205,22 @@ def _pod_finding(pod: Object, namespace: str) -> Problem:
 
 def directories(snapshot: StatusSnapshot) -> CheckOutput:
     """Whether plugins can write their state and CDI directories, and whether one had to be created again."""
-    events = sorted(snapshot.node_events, key=_timestamp)
-    latest = {(str(event["involvedObject"].get("name", "")), str(event.get("reason"))): event for event in events}
+    events = sorted(snapshot.node_events, key=lambda event: event.last_timestamp or "")
+    latest = {(event.involved_object.name, event.reason): event for event in events}
+    times = {key: event.last_timestamp or "" for key, event in latest.items()}
     recent = [key for key, event in sorted(latest.items()) if snapshot.is_recent(event)]
     unwritable = [
         (node, reason)
         for node, reason in recent
-        if reason in UNWRITABLE
-        and _timestamp(latest.get((node, UNWRITABLE[reason]), {})) < _timestamp(latest[node, reason])
+        if reason in UNWRITABLE and times.get((node, UNWRITABLE[reason]), "") < times[node, reason]
     ]
     many = counted(len(unwritable), "directory", "directories")
     yield f"{many} not writable" if unwritable else "all writable"
     for key in unwritable:
         remedy = "free space on that file system, or mount it read-write; no pod with a claim starts there until then"
-        yield Problem(key[0], str(latest[key].get("message")), remedy)
+        yield Problem(key[0], latest[key].message, remedy)
     for node, reason in recent:
         if reason == EventReason.CDI_RESTORED:
-            message = str(latest[node, reason].get("message"))
-            yield Problem(node, message, "find out what removes it; running pods were not affected")
-
-
-def _timestamp(event: Object) -> str:
-    return str(event.get("lastTimestamp") or "")
+            yield Problem(
+                node, latest[node, reason].message, "find out what removes it; running pods were not affected"
+            )

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from controller.app import LEASE
+from controller.explain.events import COMPONENT, WrittenEvent
 from controller.report.claim_explainer import Explainer, Explanation
 from controller.report.cluster_view import read_cluster
 from driver.errors import FORBIDDEN, ApiError, FatalError, UsageError
@@ -43,7 +44,7 @@ AUTOSCALER = "cluster-autoscaler-status"
 
 POLICIES = "/apis/admissionregistration.k8s.io/v1"
 APPS = "/apis/apps/v1"
-EVENTS_OF_CONTROLLER = "reportingComponent=tessera-controller"
+EVENTS_OF_CONTROLLER = f"reportingComponent={COMPONENT}"
 EVENTS_OF_NODES = "involvedObject.kind=Node,reportingComponent=tessera-node"
 
 Listed = TypeVar("Listed")
@@ -110,8 +111,8 @@ class StatusSnapshot:
     plans: Mapping[str, GpuNodePlan] | None = None
     claims: Sequence[Claim] = ()
     pending: Sequence[Explanation] = ()
-    events: Sequence[Object] = ()
-    node_events: Sequence[Object] = ()
+    events: Sequence[WrittenEvent] = ()
+    node_events: Sequence[WrittenEvent] = ()
     classes: Sequence[DeviceClass] = ()
     policies: Sequence[Object] = ()
     bindings: Sequence[Object] = ()
@@ -155,9 +156,9 @@ class StatusSnapshot:
         heartbeats = self.leases.keys() & {LEASE, HEARTBEAT}
         return bool(heartbeats or self.pods_of(NODE_PLUGIN) or self.pods_of(CONTROLLER) or self.daemon_set)
 
-    def is_recent(self, event: Object) -> bool:
+    def is_recent(self, event: WrittenEvent) -> bool:
         """Whether the condition that an Event reports may still last."""
-        at = read_time(event.get("lastTimestamp"))
+        at = moment_of(event.last_timestamp)
         return at is not None and self.now - at <= EVENT_LIFETIME
 
     @property
@@ -182,10 +183,10 @@ def condition_of(item: Object, kind: str) -> Object | None:
     return next((condition for condition in conditions if condition.get("type") == kind), None)
 
 
-def read_time(text: object) -> datetime | None:
+def moment_of(text: str | None) -> datetime | None:
     """Parse a time as Kubernetes writes it; None if it is not one."""
     try:
-        return datetime.fromisoformat(str(text).replace("Z", "+00:00"))
+        return datetime.fromisoformat(text or "")
     except ValueError:
         return None
 
@@ -211,8 +212,8 @@ class SnapshotReader:
             plans=plans,
             claims=[claim for claim in claims if any(result.driver == self._driver for result in claim.results)],
             pending=() if plans is None else self._pending(),
-            events=self._read(Listing.EVENTS, "/api/v1/events", Object, EVENTS_OF_CONTROLLER),
-            node_events=self._read(Listing.EVENTS, "/api/v1/events", Object, EVENTS_OF_NODES),
+            events=self._read(Listing.EVENTS, "/api/v1/events", WrittenEvent, EVENTS_OF_CONTROLLER),
+            node_events=self._read(Listing.EVENTS, "/api/v1/events", WrittenEvent, EVENTS_OF_NODES),
             classes=self._read(Listing.CLASSES, f"{RESOURCE_GROUP}/deviceclasses", DeviceClass),
             policies=self._read(Listing.POLICIES, f"{POLICIES}/validatingadmissionpolicies", Object),
             bindings=self._read(Listing.BINDINGS, f"{POLICIES}/validatingadmissionpolicybindings", Object),

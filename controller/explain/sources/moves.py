@@ -50,9 +50,7 @@ def moves_that_help(
         for node in nodes[:MAX_NODES]:
             gpus = feasibility.fleet.nodes[node]
             movable = {
-                (node, name): claim
-                for (where, name), claim in claim_of.items()
-                if where == node and devices[claim] == 1
+                name: claim for (where, name), claim in claim_of.items() if where == node and devices[claim] == 1
             }
             for moves, after in islice(_moved(gpus, movable, count), MAX_TRIED):
                 if feasibility.fits_on(after, requirements):
@@ -61,19 +59,20 @@ def moves_that_help(
 
 
 def _moved(
-    gpus: Sequence[FleetGpu], movable: Mapping[tuple[str, str], str], count: int
+    gpus: Sequence[FleetGpu], movable: Mapping[str, str], count: int
 ) -> Iterator[tuple[tuple[Move, ...], tuple[FleetGpu, ...]]]:
-    """Every choice of ``count`` devices of one GPU with places for them, and the GPUs after it."""
+    """Every choice of ``count`` devices of one GPU with places for them, and the GPUs after it.
+
+    ``movable``: the claims of the devices that may be moved, by name.
+    """
     for source in gpus:
-        held = [
-            device for device in source.held if (source.node, device.name) in movable and device.profile is not None
-        ]
+        held = [device for device in source.held if device.name in movable and device.profile is not None]
         for chosen in combinations(held, count):
             after = {entry.number: entry for entry in gpus}
             after[source.number] = source.holding(device for device in source.held if device not in chosen)
             for targets, arranged in _arranged(chosen, source, after):
                 moves = [
-                    Move(movable[source.node, device.name], device, source, target)
+                    Move(movable[device.name], device, source, target)
                     for device, target in zip(chosen, targets, strict=True)
                 ]
                 yield tuple(moves), tuple(arranged[entry.number] for entry in gpus)

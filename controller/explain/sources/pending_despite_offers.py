@@ -162,13 +162,11 @@ class ClaimsDespiteOffers:
         sightings: Sightings,
         overdue_seconds: float,
         activity: SchedulerActivity,
-        clock: Clock,
     ) -> None:
         self._situation, self._queue = situation, situation.queue
         self._activity = activity
         self._sightings = sightings
         self._overdue_seconds = overdue_seconds
-        self._clock = clock
         self._fitting: Fitting = cache(self._find_fitting)
 
     def reason(self, pending: PendingClaim) -> ClaimReason | None:
@@ -244,7 +242,7 @@ class ClaimsDespiteOffers:
         if (tainted := _taint_text(queue, served, devices)) is not None:
             return ReasonCode.TAINTED, tainted
         if condition is None:
-            is_due = self._is_overdue(pending, devices) or self._activity.is_absent(pod, self._clock)
+            is_due = self._is_overdue(pending, devices) or self._activity.is_absent(pod)
             return (ReasonCode.UNUSED, no_report(pod)) if is_due else None
         if names_obstacle(condition):
             return ReasonCode.UNUSED, reported(pod, condition) + failing(_failure(queue, pending, condition))

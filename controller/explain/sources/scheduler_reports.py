@@ -69,7 +69,8 @@ COMPLETE = {*OF_THE_POD, ReasonCode.NO_SUCH_CLASS, ReasonCode.WAITS}
 class SchedulerActivity:
     """When each scheduler handled a pod for the last time."""
 
-    def __init__(self, queue: Queue) -> None:
+    def __init__(self, queue: Queue, clock: Clock) -> None:
+        self._clock = clock
         self._untried = {pod.metadata.key for gang in queue.gangs if gang.missing for pod in gang.pods}
         """Pods of which no scheduler reports anything, because others of their gang are missing."""
         latest: dict[str, str] = {}
@@ -83,20 +84,20 @@ class SchedulerActivity:
             latest[name] = max((latest.get(name, ""), *times))
         self._latest: Mapping[str, str] = latest
 
-    def is_absent(self, pod: Pod, clock: Clock) -> bool:
+    def is_absent(self, pod: Pod) -> bool:
         """Whether no pod of the scheduler of ``pod`` has been handled since that was created, a moment ago at least."""
         created = pod.metadata.creation_timestamp
-        if created is None or age_of(pod, clock) < SILENT_SECONDS or pod.metadata.key in self._untried:
+        if created is None or age_of(pod, self._clock) < SILENT_SECONDS or pod.metadata.key in self._untried:
             return False
         return self._latest.get(_scheduler(pod), "") < created
 
 
-def with_scheduler(reason: ClaimReason, activity: SchedulerActivity, clock: Clock) -> ClaimReason:
+def with_scheduler(reason: ClaimReason, activity: SchedulerActivity) -> ClaimReason:
     """``reason``, with what else keeps the scheduler from placing the first pod, on whatever node."""
     pod = reason.pending.pods[0]
     report = report_of(pod)
     besides = ""
-    if report is None and activity.is_absent(pod, clock) and NO_REPORT not in reason.sentence:
+    if report is None and activity.is_absent(pod) and NO_REPORT not in reason.sentence:
         besides = no_report(pod)
     elif report is not None and not any(map(EXPECTED.search, _parts(report))) and REPORTS not in reason.sentence:
         besides = reported(pod, report)

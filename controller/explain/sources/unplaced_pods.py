@@ -243,7 +243,7 @@ class AllocatedPods:
 
     @cached_property
     def _activity(self) -> SchedulerActivity:
-        return SchedulerActivity(self.queue)
+        return SchedulerActivity(self.queue, self.clock)
 
     def has(self, pod: Pod) -> bool:
         """Whether it has no node although all of its claims are allocated, with a device of ours among them."""
@@ -273,7 +273,7 @@ class AllocatedPods:
             reason = only_elsewhere(what, sorted(common), excluded, common)
             return PodReason(reason.code, reason.sentence)
         report = report_of(pod)
-        if report is None and not self._activity.is_absent(pod, self.clock):
+        if report is None and not self._activity.is_absent(pod):
             return None
         cause = no_report(pod) if report is None else reported(pod, report)
         return PodReason(ReasonCode.NOT_PLACED, f"{holds}, and is not placed there: {cause}")

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from controller.explain.changes import HelpfulChange
-from controller.explain.events import UNREADABLE
+from controller.explain.events import UNREADABLE, InvolvedObject, WrittenEvent
 from controller.report.claim_explainer import OTHER_DRIVERS, Explanation
 from driver.kube.slice_types import ResourceSlice
 from driver.kube.types import GpuNodePlan, PlanMetadata, Pod
@@ -77,13 +77,8 @@ def test_the_documentation_names_the_reasons_that_can_be_findings() -> None:
 
 
 def test_an_object_that_the_controller_cannot_read_is_a_finding() -> None:
-    about = {"kind": "ResourceClaim", "namespace": "team", "name": "odd", "uid": "u"}
-    event = {
-        "involvedObject": about,
-        "reason": UNREADABLE,
-        "message": "it can't be read: x",
-        "lastTimestamp": stamp(NOW),
-    }
+    about = InvolvedObject("ResourceClaim", "odd", "team", "u")
+    event = WrittenEvent(about, UNREADABLE, "it can't be read: x", stamp(NOW))
     assert found(replace(SOUND, events=[event])) == {"claims": "ResourceClaim team/odd it can't be read: x"}
 
 

@@ -5,25 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError
-from typing import Any
 
 import pytest
 
+from controller.explain.events import InvolvedObject, WrittenEvent
 from kubelet_plugin.status.events import EventReason
 from tessera.commands.status import as_text
 from tests.unit.tessera.status.test_checks import NODE, NOW, SOUND, found, item, lease, result, stamp
 
 
-def event(reason: EventReason, ago_s: float) -> dict[str, Any]:
+def event(reason: EventReason, ago_s: float, message: str = "") -> WrittenEvent:
     """An Event that the node's plugin reported so long ago."""
     at = stamp(NOW - timedelta(seconds=ago_s))
-    message = f"message of {reason.value}"
-    return {
-        "involvedObject": {"kind": "Node", "name": NODE},
-        "reason": reason.value,
-        "message": message,
-        "lastTimestamp": at,
-    }
+    about = InvolvedObject("Node", NODE)
+    return WrittenEvent(about, reason.value, message or f"message of {reason.value}", at)
 
 
 UNWRITABLE, WRITABLE = EventReason.STATE_UNWRITABLE, EventReason.STATE_WRITABLE
@@ -53,7 +48,7 @@ def test_a_directory_is_a_finding_while_its_plugin_reports_it(
 
 def test_what_others_wrote_does_not_reach_the_terminal_as_commands() -> None:
     message = "no claim can be prepared \x1b[2J\u202e"
-    snapshot = replace(SOUND, node_events=[{**event(UNWRITABLE, 20), "message": message}])
+    snapshot = replace(SOUND, node_events=[event(UNWRITABLE, 20, message)])
     text = as_text([result(snapshot, "directories")])
     assert "no claim can be prepared ?[2J?" in text
     assert "\u202e" not in text

@@ -73,7 +73,7 @@ class Watched:
             lookups=self.answers,
         )
         self.sightings.update(situation)
-        source = ClaimsDespiteOffers(situation, self.sightings, MINUTE, SchedulerActivity(queue), self.clock)
+        source = ClaimsDespiteOffers(situation, self.sightings, MINUTE, SchedulerActivity(queue, self.clock))
         reasons = map(source.reason, queue.pending)
         return [reason for reason in reasons if reason is not None]
 
