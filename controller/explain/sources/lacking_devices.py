@@ -336,18 +336,12 @@ class Reasoning:
         if len(requirements.requests) > 1 or len(requirements.constraints) > 1:
             return ""
         [request], [only] = requirements.requests, requirements.constraints
-        count = next(
-            (
-                count
-                for count in range((request.count or 1) - 1, 0, -1)
-                if self._feasibility.ideal.may_fit(
-                    ClaimRequirements((replace(request, count=count),), requirements.constraints), nodes
-                )
-            ),
-            0,
-        )
-        have = "have different values" if only.distinct else "share a value"
-        return f"; it asks for {request.count}, and at most {count} {have} of {only.attribute}" if count else ""
+        for count in range((request.count or 1) - 1, 0, -1):
+            fewer = ClaimRequirements((replace(request, count=count),), requirements.constraints)
+            if self._feasibility.ideal.may_fit(fewer, nodes):
+                have = "have different values" if only.distinct else "share a value"
+                return f"; it asks for {request.count}, and at most {count} {have} of {only.attribute}"
+        return ""
 
     def _obstacle_reason(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
         """The reason where faults, settings, labels, MIG modes or foreign partitions are in the way."""
