@@ -35,7 +35,7 @@ class FleetGpu:
 
     ``number`` is the one in its device names; ``shares`` into how many it is divided (0: none); ``foreign`` the bit
     mask of memory slices under partitions that Tessera did not make; ``held`` what claims have, prepared or not.
-    ``uses`` are the kinds of device its node's dedication allows; ``closed``: why its node accepts no offers.
+    ``uses`` are the kinds of device its node's dedication allows; ``why_no_offers``: why its node accepts no offers.
     ``tainted``: for the claim in question, the DeviceTaintRule that keeps it from the GPU.
     """
 
@@ -49,7 +49,7 @@ class FleetGpu:
     fault: str | None = None
     fault_kind: FaultKind | None = None
     uses: frozenset[DeviceKind] = frozenset(DeviceKind)
-    closed: str = ""
+    why_no_offers: str = ""
     tainted: str = ""
     empty: InitVar[FleetGpu | None] = None
     """The same GPU with nothing held, if there is one already; ``replace`` does not take it over."""
@@ -117,7 +117,7 @@ class FleetGpu:
 
     @cached_property
     def _kinds(self) -> frozenset[DeviceKind]:
-        if self.fault is not None or self.closed or self.tainted:
+        if self.fault is not None or self.why_no_offers or self.tainted:
             return frozenset()
         return self.uses & possible_kinds(self.gpu, shares_only=self.shares_only)
 

@@ -55,7 +55,7 @@ class FleetBuilder:
     def _rebuild(self, views: Sequence[NodeView]) -> Fleet:
         self._known = {view.name: self._node(view, self._known.get(view.name)) for view in views}
         # A GPU that two nodes report belongs to the one that accepts offers: its node was registered by another name.
-        ordered = sorted(views, key=lambda view: not view.closed)
+        ordered = sorted(views, key=lambda view: not view.why_no_offers)
         self._fleet = Fleet.of(gpu for view in ordered for gpu in self._known[view.name].gpus)
         self._distinct = sum(len(known.gpus) for known in self._known.values()) == len(self._fleet.gpus)
         return self._fleet
@@ -70,10 +70,10 @@ class FleetBuilder:
 
 def _alike(before: NodeView, after: NodeView) -> bool:
     """Whether two views of a node differ at most in what is held and published."""
-    return (before.status.inventory, before.dedication, before.closed) == (
+    return (before.status.inventory, before.dedication, before.why_no_offers) == (
         after.status.inventory,
         after.dedication,
-        after.closed,
+        after.why_no_offers,
     )
 
 
@@ -105,7 +105,7 @@ def _gpu(node: NodeView, state: GpuReport, before: Gpu | None) -> FleetGpu:
         fault=state.fault,
         fault_kind=state.fault_kind,
         uses=node.dedication.kinds(state.number),
-        closed=node.closed,
+        why_no_offers=node.why_no_offers,
     )
 
 

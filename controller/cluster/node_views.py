@@ -26,8 +26,8 @@ class NodeView:
 
     ``uid`` is that of the Node. ``published`` maps the device names in its slices, and those that the node left out of
     them, to the number of shares that its GPU has with such devices (1: not a share); ``offered`` are those that new
-    claims can be allocated. ``held`` maps the names of allocated devices to their claims. ``closed``: why nothing is
-    offered there, such as ``is not ready``; empty if new pods can start there and its plan is not paused.
+    claims can be allocated. ``held`` maps the names of allocated devices to their claims. ``why_no_offers``: why it
+    accepts no offers, such as ``is not ready``; empty if new pods can start there and its plan is not paused.
     ``follows_plan``: the node does what its plan says.
     """
 
@@ -39,7 +39,7 @@ class NodeView:
     offered: frozenset[str]
     held: Mapping[str, Held]
     dedication: Dedication = UNDEDICATED
-    closed: str = ""
+    why_no_offers: str = ""
     follows_plan: bool = True
 
     @property
@@ -162,12 +162,12 @@ class NodeViews:
             offered=frozenset().union(*(part.offered for part in slices)),
             held=held,
             dedication=dedication_of(node.metadata.labels),
-            closed=_closed(node, paused=paused),
+            why_no_offers=_why_no_offers(node, paused=paused),
             follows_plan=not paused and plan is not None and plan.followed,
         )
 
 
-def _closed(node: Node, *, paused: bool) -> str:
+def _why_no_offers(node: Node, *, paused: bool) -> str:
     if {taint.key for taint in node.spec.taints} & UNREACHABLE_TAINTS:
         return "is not ready"
     if node.spec.unschedulable:

@@ -55,7 +55,7 @@ class NodeStates:
         views = snapshot.views
         return cls(
             names=tuple(view.name for view in views),
-            following=frozenset(view.name for view in views if view.follows_plan and not view.closed),
+            following=frozenset(view.name for view in views if view.follows_plan and not view.why_no_offers),
             silent=silent_nodes(views, snapshot.incomplete),
             refusing=refusing_nodes(views),
             leaving_out_held=any(plan.spec.leaves_out_held for plan in snapshot.plans.values()),

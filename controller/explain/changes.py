@@ -188,7 +188,7 @@ def _of_gpus(
         changed = _fleet_without(feasibility, gpus, obstacle)
         if gpus[0].node in nodes and feasibility.fits_on(list(changed), requirements):
             helping.setdefault(obstacle, []).append(gpus[0])
-    paused = [gpu for gpu in helping.get(Obstacle.CLOSED, ()) if PAUSED in gpu.closed]
+    paused = [gpu for gpu in helping.get(Obstacle.CLOSED, ()) if PAUSED in gpu.why_no_offers]
     if paused:
         helping[Obstacle.CLOSED] = [gpu for gpu in helping[Obstacle.CLOSED] if gpu not in paused]
         yield HelpfulChange("plan-paused", _text(Obstacle.CLOSED, paused))
@@ -250,7 +250,7 @@ def _effort(entry: FleetGpu) -> tuple[bool, bool]:
 def _text(obstacle: Obstacle, gpus: Sequence[FleetGpu], between: str = "or") -> str:
     """``obstacle`` removed from one of ``gpus``, or from all of them."""
     names, first = _names(obstacle, gpus, between), gpus[0]
-    if PAUSED in first.closed:
+    if PAUSED in first.why_no_offers:
         return f"the plan of node {names} were not paused (kubectl annotate gpunodeplan {first.node} {PAUSED}-)"
     return TEXTS[obstacle].format(names, f"tessera uncordon {first.node}/gpu-{first.number}")
 

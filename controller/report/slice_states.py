@@ -119,7 +119,7 @@ def share_values(entry: FleetGpu, offers: Iterable[Offer]) -> Mapping[SliceState
     unheld = max(0, SLICE_VALUE - held)
     shares = sum(offer.spot.kind.type is DeviceKind.SHARE for offer in offers) if entry.fault is None else 0
     offered = min(unheld, shares * (SLICE_VALUE // max(1, entry.shares)))
-    rest = SliceState.FREE if not entry.closed and entry.fault is None else SliceState.UNAVAILABLE
+    rest = SliceState.FREE if not entry.why_no_offers and entry.fault is None else SliceState.UNAVAILABLE
     return {SliceState.HELD: held, SliceState.OFFERED: offered, rest: unheld - offered}
 
 
@@ -133,9 +133,9 @@ def slice_masks(entry: FleetGpu, offers: Iterable[Offer], requested: frozenset[O
     offered = 0
     for offer in offers:
         offered |= _mask(state, offer.spot.kind, offer.spot.at) & free
-    usable = _usable(state, requested) if requested and not entry.closed else state.geometry.all_slices
+    usable = _usable(state, requested) if requested and not entry.why_no_offers else state.geometry.all_slices
     stranded = free & ~usable
-    rest = free & usable & ~offered if not entry.closed else 0
+    rest = free & usable & ~offered if not entry.why_no_offers else 0
     return {
         SliceState.HELD: held,
         SliceState.OFFERED: offered & ~stranded,

@@ -158,7 +158,7 @@ class ImaginedCluster:
         gpus = []
         for entry in self.fleet.nodes[node]:
             held = entry.state, tuple(device.name for device in entry.held)
-            usable = entry.fault, entry.closed, entry.uses, entry.shares_only, entry.foreign, entry.gpu.mig_mode
+            usable = entry.fault, entry.why_no_offers, entry.uses, entry.shares_only, entry.foreign, entry.gpu.mig_mode
             gpus.append((entry.number, selector.on(entry), held, usable))
         return self._nodes[node].spec, tuple(gpus)
 

@@ -133,7 +133,7 @@ def uncordoned(content: ClusterContent, target: str) -> ClusterContent:
 
     def changed(entry: FleetGpu) -> FleetGpu:
         usable = replace(entry, fault=None, fault_kind=None) if entry.gpu.uuid in cordoned else entry
-        return replace(usable, closed="") if reopened and entry.node == names["node"] else usable
+        return replace(usable, why_no_offers="") if reopened and entry.node == names["node"] else usable
 
     taints = tuple(taint for taint in node.spec.taints if not reopened or taint.key != NODE_CORDONED.key)
     spec = msgspec.structs.replace(node.spec, unschedulable=node.spec.unschedulable and not reopened, taints=taints)

@@ -211,8 +211,8 @@ def _selected(entry: FleetGpu, matches: Matches, excluded: Excluded | None) -> S
 
 
 def _obstacle(entry: FleetGpu, matches: Matches) -> tuple[Obstacle | None, str]:
-    if entry.closed:
-        return Obstacle.CLOSED, f"its node {entry.closed}"
+    if entry.why_no_offers:
+        return Obstacle.CLOSED, f"its node {entry.why_no_offers}"
     if entry.fault is not None:
         return OF_FAULT.get(entry.fault_kind, Obstacle.FAULT), entry.fault
     if entry.tainted:
@@ -228,8 +228,8 @@ def _obstacle(entry: FleetGpu, matches: Matches) -> tuple[Obstacle | None, str]:
 def without(entry: FleetGpu, obstacle: Obstacle) -> FleetGpu:
     """The same GPU as if ``obstacle`` were removed; EXCLUDED concerns the pod, not the GPU."""
     match obstacle:
-        case Obstacle.CLOSED if entry.closed:
-            return replace(entry, closed="")
+        case Obstacle.CLOSED if entry.why_no_offers:
+            return replace(entry, why_no_offers="")
         case Obstacle.FAULT | Obstacle.CORDONED | Obstacle.RESERVED if entry.fault is not None:
             return replace(entry, fault=None, fault_kind=None)
         case Obstacle.TAINTED if entry.tainted:

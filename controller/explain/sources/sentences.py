@@ -150,7 +150,7 @@ def obstructed(requests: Sequence[DeviceRequest], selected: Sequence[SelectedGpu
     if main is Obstacle.RESET:
         steps = reset_steps(gpus_of[main])
     elif main is Obstacle.CLOSED:
-        steps = listed(sorted({f"{entry.node} {entry.closed}" for entry in gpus_of[main]}))
+        steps = listed(sorted({f"{entry.node} {entry.why_no_offers}" for entry in gpus_of[main]}))
     else:
         steps = named(gpus_of[main]) + ("; on the node: nvidia-smi mig -lgi" if main is Obstacle.FOREIGN else "")
     more = Counter(

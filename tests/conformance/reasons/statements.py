@@ -75,7 +75,7 @@ def gpus(draw: st.DrawFn, node: str, number: int, product: str) -> FleetGpu:
 
 @st.composite
 def situations(draw: st.DrawFn) -> Situation:
-    """Up to three nodes of one product each, some of them closed to pods; devices held by claims; a pending pod.
+    """Up to three nodes of one product each, some of them cordoned; devices held by claims; a pending pod.
 
     A DeviceTaintRule may taint devices. The pod has one or two claims.
     """
@@ -88,7 +88,9 @@ def situations(draw: st.DrawFn) -> Situation:
         spec: dict[str, Any] = draw(st.sampled_from([{}, {}, {}, {"unschedulable": True}, TOLERATED]))
         there.node(node, {"pool": draw(st.sampled_from("xy"))}, **spec)
         if spec.get("unschedulable"):
-            there.gpus = [replace(each, closed="is cordoned") if each.node == node else each for each in there.gpus]
+            there.gpus = [
+                replace(each, why_no_offers="is cordoned") if each.node == node else each for each in there.gpus
+            ]
     hold(there, draw(st.randoms(use_true_random=False)))
     selectors = st.sampled_from(SELECTORS)
     if draw(st.integers(0, 3)) == 0:
@@ -206,11 +208,11 @@ def _changed(there: Situation, change: HelpfulChange) -> Iterator[Situation]:
             yield _ended(_with_devices(there, _tolerating), change.claims)
         case "node-uncordoned":
             found.nodes = {name: _uncordoned(each) for name, each in there.nodes.items()}
-            found.gpus = [replace(entry, closed="") for entry in there.gpus]
+            found.gpus = [replace(entry, why_no_offers="") for entry in there.gpus]
             yield found
         case "node-admitted":
             found.nodes = {name: Node(each.metadata) for name, each in there.nodes.items()}
-            found.gpus = [replace(entry, closed="") for entry in there.gpus]
+            found.gpus = [replace(entry, why_no_offers="") for entry in there.gpus]
             found.pods = [_without_selector(pod) for pod in there.pods]
             yield found
         case "count":

@@ -58,7 +58,7 @@ def test_a_share_that_is_held_takes_what_it_was_given_out_as() -> None:
 
 
 def test_a_gpu_whose_node_was_registered_again_is_the_new_nodes() -> None:
-    [first, _] = gpus(view(name="a"), view(name="b", closed="is cordoned"))
+    [first, _] = gpus(view(name="a"), view(name="b", why_no_offers="is cordoned"))
     assert first.node == "a"
 
 
@@ -95,7 +95,7 @@ def test_a_label_makes_only_its_node_anew_and_at_once() -> None:
 
 
 def test_a_cordoned_node_offers_nothing() -> None:
-    assert [possible(entry) for entry in gpus(view(closed="is cordoned"))] == [(), ()]
+    assert [possible(entry) for entry in gpus(view(why_no_offers="is cordoned"))] == [(), ()]
 
 
 def test_a_gpu_that_did_not_change_is_not_built_again() -> None:
@@ -123,9 +123,9 @@ def test_what_is_held_changes_nothing_about_the_fleet_without_held_devices() -> 
     unheld = builder.build(unused, changes(unused)).unheld
     assert builder.build(used, changes(used, unused)).unheld is unheld
     assert builder.build(unused, changes(unused, used)).unheld is unheld
-    closed = [view("gpu-1", closed="is cordoned")]
-    found = builder.build(closed, changes(closed, unused))
-    assert [(entry.held, entry.closed) for entry in found.unheld] == [((), "is cordoned")] * 2
+    cordoned = [view("gpu-1", why_no_offers="is cordoned")]
+    found = builder.build(cordoned, changes(cordoned, unused))
+    assert [(entry.held, entry.why_no_offers) for entry in found.unheld] == [((), "is cordoned")] * 2
 
 
 def test_the_gpus_of_a_node_that_is_gone_are_gone() -> None:

@@ -34,8 +34,12 @@ def counted(entry: FleetGpu, requested: set[OfferKind], *offers: Offer) -> dict[
         (fleet_gpu("n", 0, H100, foreign=0b11), {SMALL}, {"unavailable": 2, "free": 5, "stranded": 1}),
         (fleet_gpu("n", 0, H100, "share-0", shares=4), {SHARE}, {"held": 2, "free": 6}),
         # The node accepts no new pods.
-        (fleet_gpu("n", 0, H100, "mig-1g10gb-0", closed="is cordoned"), {SMALL}, {"held": 1, "unavailable": 7}),
-        (fleet_gpu("n", 0, H100, "share-0", shares=4, closed="is cordoned"), {SHARE}, {"held": 2, "unavailable": 6}),
+        (fleet_gpu("n", 0, H100, "mig-1g10gb-0", why_no_offers="is cordoned"), {SMALL}, {"held": 1, "unavailable": 7}),
+        (
+            fleet_gpu("n", 0, H100, "share-0", shares=4, why_no_offers="is cordoned"),
+            {SHARE},
+            {"held": 2, "unavailable": 6},
+        ),
         (fleet_gpu("n", 0, H100, "share-0", shares=4, fault="lost"), {SHARE}, {"held": 2, "unavailable": 6}),
     ],
 )

@@ -344,7 +344,7 @@ def test_gpus_kept_for_other_uses_are_named() -> None:
 def test_of_several_obstacles_the_one_with_the_most_gpus_is_named_with_them() -> None:
     gpus = [
         *node_of("a", fault="Xid 79"),
-        *node_of("b", gpus=1, closed="is cordoned"),
+        *node_of("b", gpus=1, why_no_offers="is cordoned"),
         *node_of("c", gpus=1, foreign=1),
     ]
     there = Situation(gpus).wants(request(selector=FULL))

@@ -262,7 +262,7 @@ def test_what_every_node_lacks_besides_devices_is_added_to_the_reason(message: s
 
 
 def test_a_paused_plan_is_advised_to_be_continued() -> None:
-    there = Situation(node_of("a", gpus=1, closed=f"has a paused plan (annotation {PAUSED})"))
+    there = Situation(node_of("a", gpus=1, why_no_offers=f"has a paused plan (annotation {PAUSED})"))
     there.wants(request(selector=FULL))
     [change] = changes_that_help(Reasoning(there.queue), there.waiting())
     command = "kubectl annotate gpunodeplan a gpu.tessera.dev/paused-"
