@@ -110,7 +110,7 @@ class KubeClient:
         object with 404 or 409 (nothing is created).
         """
         query = {"fieldManager": manager, "force": str(force).lower()}
-        self._request("PATCH", path, query=query, body=body, content=APPLY_PATCH)
+        _object("PATCH", path, self._request("PATCH", path, query=query, body=body, content=APPLY_PATCH))
 
     def delete(
         self, path: str, uid: str | None = None, grace_s: int | None = None, *, missing_ok: bool = False
