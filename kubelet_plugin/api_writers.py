@@ -78,7 +78,7 @@ class Publishing:
         self._watched = probes.publishing
         report = PlanReport(self._follower, inventory, self._instructions, health)
         loop = background.loop(STATUS_DELAY_SECONDS, probes.plan_status)
-        self._plan_status = PlanStatusWriter(client, node, self._instructions, report, loop=loop)
+        self._plan_status = PlanStatusWriter(client, node, report, loop=loop)
         self._fence_release = FenceRelease(client, settings.namespace, pool, self._follower.mode_choice)
         self._claim_status = StatusWriter(
             client,

@@ -39,9 +39,9 @@ MODE_CHECK_INTERVAL_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """The devices that were published last, by name, including those of unpublished GPUs.
+    """The devices that were published last, by name, including those of hidden GPUs (``PlanMemory``).
 
-    ``open_offers`` is the number of offers on published GPUs, ``offer_mode`` the mode in which the devices were
+    ``visible_offers`` is the number of offers on other GPUs, ``offer_mode`` the mode in which the devices were
     published, ``dropped`` the fields of devices that the API server did not keep. ``left_out`` are free devices that
     overlap and would lose their counters.
     """
@@ -49,7 +49,7 @@ class Publication:
     offer_mode: OfferMode
     offered: frozenset[str] = frozenset()
     held: frozenset[str] = frozenset()
-    open_offers: int = 0
+    visible_offers: int = 0
     left_out: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
 
@@ -88,9 +88,7 @@ class PlanFollower:
             last = self.publication
             # A kubelet that starts, or that has not seen the plugin for long, deletes the slices.
             before = last.names if self._has_published else {*slices.device_names(), *self.memory.now.published}
-            if self.mode_choice.is_waiting and (before or not self.mode_choice.awaits_plan()):
-                self.mode_choice.stop_waiting()
-                mode_changed = True
+            mode_changed |= self.mode_choice.ends_wait(has_devices=bool(before))
             policy = (
                 PublishPolicy(offers=frozenset()) if self.mode_choice.is_waiting else self._policy(frozenset(before))
             )
@@ -111,7 +109,7 @@ class PlanFollower:
     def update_mode(self) -> None:
         """Change the mode if it is time to."""
         with self._lock:
-            changed = self.mode_choice.choose() or (self.mode_choice.is_waiting and not self.mode_choice.awaits_plan())
+            changed = self.mode_choice.choose() or self.mode_choice.ends_wait()
         if changed:
             self._changes.report(NodeChange.MODE)
 
@@ -123,7 +121,7 @@ class PlanFollower:
             offer_mode=OfferMode.COUNTERS if counted else OfferMode.DISJOINT,
             offered=frozenset(device.name for gpu in gpus for device in gpu.offers),
             held=frozenset(device.name for gpu in gpus for device in gpu.held),
-            open_offers=sum(len(gpu.offers) for gpu in gpus if not gpu.unpublished),
+            visible_offers=sum(len(gpu.offers) for gpu in gpus if not gpu.unpublished),
             left_out=left_out,
             dropped=self._fields.dropped,
         )
@@ -135,9 +133,9 @@ class PlanFollower:
         )
 
     def _policy(self, before: frozenset[str]) -> PublishPolicy:
-        mode, plan, answer = self.mode_choice.mode, self._instructions.plan(), self.mode_choice.answer()
-        if answer is not None and mode is PlanMode.PLANNED:
-            self.memory.change(durable=False, offer_mode=answer.offer_mode)
+        mode, plan, spec = self.mode_choice.mode, self._instructions.plan(), self.mode_choice.plan_of_epoch()
+        if spec is not None and mode is PlanMode.PLANNED:
+            self.memory.change(durable=False, offer_mode=spec.offer_mode)
         held = plan.spec.held_devices if plan is not None else frozenset()
         dropped = self._fields.dropped
         offer_mode = OfferMode.DISJOINT if COUNTERS_FIELD in dropped else self.memory.now.offer_mode
@@ -147,11 +145,11 @@ class PlanFollower:
         if mode is PlanMode.STANDALONE:
             return policy if offer_mode is OfferMode.COUNTERS else replace(policy, offers=self._standalone_offers())
         unpublished = frozenset(self.memory.now.unpublished)
-        if answer is None:  # not received yet, or not the answer to this node
+        if spec is None:  # no plan yet, or one for an earlier epoch
             return replace(policy, offers=frozenset(), unpublished=unpublished)
-        kept = before - frozenset(answer.withdrawn)
-        policy = replace(policy, offers=answer.offered, listed=answer.listed_offers, kept=kept, closing=True)
-        if answer.publish_held is PublishHeld.ALWAYS:
+        kept = before - frozenset(spec.withdrawn)
+        policy = replace(policy, offers=spec.offered, listed=spec.listed_offers, kept=kept, closing=True)
+        if spec.publish_held is PublishHeld.ALWAYS:
             return policy
         return replace(policy, publish_held=False, unpublished=unpublished)
 

@@ -34,7 +34,7 @@ class Instructions(Protocol):
     def plan(self) -> GpuNodePlan | None:
         """The node's plan; None if there is none, or none has been received yet."""
 
-    def alive(self) -> bool:
+    def controller_is_alive(self) -> bool:
         """Whether the controller has renewed its heartbeat recently."""
 
     def has_controller(self) -> bool:
@@ -43,7 +43,7 @@ class Instructions(Protocol):
     def lacks_plan(self) -> bool:
         """Whether there is no plan, and no controller that would create it."""
 
-    def complete(self) -> bool | None:
+    def publishes_all(self) -> bool | None:
         """Whether the node publishes every device; None: not known yet."""
 
 
@@ -68,7 +68,7 @@ class WatchedInstructions:
         self._labels = WatchCache(
             client, NODES_PATH, Node, lambda node: node.metadata.labels.get(PUBLISH, ""), label_changed, selector
         )
-        self.alive = self._heartbeat.alive
+        self.controller_is_alive = self._heartbeat.alive
         self.loops: tuple[Callable[[threading.Event], None], ...] = (
             self._plans.run,
             self._heartbeat.run,
@@ -89,7 +89,7 @@ class WatchedInstructions:
     def lacks_plan(self) -> bool:
         return self.synced and self.plan() is None and not self.has_controller()
 
-    def complete(self) -> bool | None:
+    def publishes_all(self) -> bool | None:
         if not self._labels.synced:
             return None
         label = next(iter(self._labels.snapshot().values()), None)

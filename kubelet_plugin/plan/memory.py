@@ -19,8 +19,9 @@ log = logging.getLogger(__name__)
 class PlanMemory(msgspec.Struct, frozen=True):
     """The content of ``plan.json``.
 
-    ``published`` are the devices in the slices, which may get deleted meanwhile, and those of ``unpublished`` GPUs
-    (UUIDs), which come back together with the next offer of their GPU. ``offer_mode`` is that of the last plan.
+    ``published``: devices that may have been allocated: those in the slices, which may get deleted meanwhile, and those
+    of hidden GPUs, which return with their GPU's next offer. ``unpublished``: the UUIDs of the hidden GPUs.
+    ``offer_mode``: that of the last plan.
     """
 
     epoch: str

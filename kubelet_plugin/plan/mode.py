@@ -1,7 +1,7 @@
 """Whether a node follows the controller's plans, is standalone, or publishes every device.
 
-An epoch ends when the node becomes standalone, because it then offers devices that no plan asked for. A new node, of
-which nothing is published or held, waits for its first plan if there is a controller.
+An epoch ends whenever the node stops following plans (standalone or complete), because it then offers devices that no
+plan asked for. A new node, of which nothing is published or held, waits for its first plan if there is a controller.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PLUGIN_TIMING = ModeTiming()
 
 
 class ModeChoice:
-    """``choose`` and ``stop_waiting`` are for the holder of the follower's lock; the rest is for any thread."""
+    """``choose`` and ``ends_wait`` are for the holder of the follower's lock; the rest is for any thread."""
 
     def __init__(
         self,
@@ -62,6 +62,7 @@ class ModeChoice:
         self._new_until = first_plan_until if memory.is_new else None
         """Until when a new node waits for its first plan; None: it does not."""
         self._standalone_at: float | None = first_plan_until + MODE_SPREAD_SECONDS * self._spread()
+        """When a node that follows plans becomes standalone unless a controller is alive; None: no such deadline."""
 
     @property
     def mode(self) -> PlanMode:
@@ -81,45 +82,49 @@ class ModeChoice:
         """The epoch in which the node offers devices that no plan asked for; None while it follows plans."""
         return None if self.mode is PlanMode.PLANNED or self.is_waiting else self._memory.now.epoch
 
-    def answer(self) -> PlanSpec | None:
+    def plan_of_epoch(self) -> PlanSpec | None:
         """The plan for the present epoch; None if it has not been received yet."""
         plan = self._instructions.plan()
         return plan.spec if plan is not None and plan.spec.epoch == self._memory.now.epoch else None
 
-    def awaits_plan(self) -> bool:
-        """Whether a new node still has to wait for its first plan."""
-        if self._new_until is None or self._clock() >= self._new_until or self.mode is not PlanMode.STANDALONE:
-            return False
-        holds_devices = any(self._inventory.held_on(gpu) for gpu in self._inventory.gpus)
-        return not holds_devices and self._instructions.has_controller()
+    def ends_wait(self, *, has_devices: bool = False) -> bool:
+        """End a new node's wait for its first plan if it is over; returns whether it ended now.
 
-    def stop_waiting(self) -> None:
+        ``has_devices``: devices of the node are published.
+        """
+        if self._new_until is None:
+            return False
+        if self._clock() < self._new_until and self.mode is PlanMode.STANDALONE and not has_devices:
+            holds_devices = any(self._inventory.held_on(gpu) for gpu in self._inventory.gpus)
+            if not holds_devices and self._instructions.has_controller():
+                return False
         self._new_until = None
+        return True
 
     def choose(self) -> bool:
         """Choose the mode by label, plan and heartbeat; returns whether it changed."""
-        complete = COUNTERS_FIELD not in self._fields.dropped and self._instructions.complete()
-        if self.mode is PlanMode.COMPLETE:
-            return complete is False and self._enter(PlanMode.STANDALONE, new_epoch())
-        if complete:
-            return self._enter(PlanMode.COMPLETE, new_epoch())
-        alive = self._instructions.alive()
-        if self.mode is PlanMode.STANDALONE:
+        before = self.mode
+        publish_all = COUNTERS_FIELD not in self._fields.dropped and self._instructions.publishes_all()
+        if before is PlanMode.COMPLETE:
+            if publish_all is False:
+                self._enter(PlanMode.STANDALONE, new_epoch())
+        elif publish_all:
+            self._enter(PlanMode.COMPLETE, new_epoch())
+        elif before is PlanMode.STANDALONE:
             # A plan that answers a new node's epoch, which is random, is the work of a live controller.
-            if self.answer() is None or not (self.is_waiting or alive):
-                return False
-            self._enter(PlanMode.PLANNED, self._memory.now.epoch)
-            self._standalone_at = self._clock() + FIRST_PLAN_TIMEOUT_SECONDS
-            return True
-        if self._instructions.plan() is not None and alive:
+            if self.plan_of_epoch() is not None and (self.is_waiting or self._instructions.controller_is_alive()):
+                self._enter(PlanMode.PLANNED, self._memory.now.epoch)
+                self._standalone_at = self._clock() + FIRST_PLAN_TIMEOUT_SECONDS
+        elif self._instructions.plan() is not None and self._instructions.controller_is_alive():
             self._standalone_at = None
-            return False
-        if self._standalone_at is None:
-            self._standalone_at = self._clock() + MODE_SPREAD_SECONDS * self._spread()
-        return self._clock() >= self._standalone_at and self._enter(PlanMode.STANDALONE, new_epoch())
+        else:
+            if self._standalone_at is None:
+                self._standalone_at = self._clock() + MODE_SPREAD_SECONDS * self._spread()
+            if self._clock() >= self._standalone_at:
+                self._enter(PlanMode.STANDALONE, new_epoch())
+        return self.mode is not before
 
-    def _enter(self, mode: PlanMode, epoch: str) -> bool:
+    def _enter(self, mode: PlanMode, epoch: str) -> None:
         self._standalone_at = None
         self._memory.change(durable=True, epoch=epoch, mode=mode)
         log.info(ENTERED[mode])
-        return True

@@ -18,7 +18,18 @@ from driver.kube.types import GpuNodePlan
 from driver.kube.work_loop import Loop, MakeLoop
 from driver.model.device import Device
 from driver.model.offer import Offer
-from driver.model.plan import API_VERSION, FENCE, KIND, PATH, OfferMode, PlanMode, PlanStatus, Summary, described, line
+from driver.model.plan import (
+    API_VERSION,
+    FENCE,
+    KIND,
+    PATH,
+    OfferMode,
+    PlanMode,
+    PlanStatus,
+    Summary,
+    encode_inventory,
+    gpu_line,
+)
 from driver.slices.pool_names import Pool
 from kubelet_plugin.health.monitor import HealthMonitor
 from kubelet_plugin.inventory.inventory import Inventory
@@ -53,9 +64,9 @@ class PlanReport:
             observed_generation=plan.metadata.generation if plan else 0,
             epoch=memory.epoch,
             mode=memory.mode,
-            summary=Summary(len(states), len(publication.held), publication.open_offers),
-            gpus=tuple(line(state) for state in states),
-            inventory=described(states),
+            summary=Summary(len(states), len(publication.held), publication.visible_offers),
+            gpus=tuple(gpu_line(state) for state in states),
+            inventory=encode_inventory(states),
             refused=tuple(self._refused(plan, publication)) if plan is not None and is_followed else (),
             faults=self.health.describe_faults() if self.health is not None else (),
             offer_mode=publication.offer_mode,
@@ -99,13 +110,12 @@ class PlanStatusWriter:
         self,
         client: KubeClient,
         node: str,
-        instructions: Instructions,
         report: PlanReport,
         clock: Callable[[], float] = time.monotonic,
         loop: MakeLoop = Loop,
     ) -> None:
         self._client, self._node = client, node
-        self._instructions, self._report, self._clock = instructions, report, clock
+        self._instructions, self._report, self._clock = report.instructions, report, clock
         self._written: tuple[str, PlanStatus] | None = None
         self._written_at = 0.0
         self._loop = loop("writing the plan's status", self._write, STATUS_COALESCE_SECONDS)
@@ -151,8 +161,8 @@ def _urgent(uid: str, status: PlanStatus) -> tuple[object, ...]:
 class FenceRelease:
     """Releases the controller's fence around this node's devices when the node becomes standalone or complete.
 
-    It then offers devices that a controller has fenced, too. They are in the slices again, so the scheduler counts
-    them, and no controller would release the fence. Call ``notify`` when the mode has changed.
+    The node then also offers devices that a controller has fenced. They are in the slices again, so the scheduler
+    counts them, and no controller would release the fence. Call ``notify`` when the mode has changed.
     """
 
     def __init__(self, client: KubeClient, namespace: str, pool: Pool, mode: ModeChoice, loop: MakeLoop = Loop) -> None:

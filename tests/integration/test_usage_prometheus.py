@@ -14,7 +14,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from driver.model.plan import PATH, GpuReport, described
+from driver.model.plan import PATH, GpuReport, encode_inventory
 from tessera.cli import main
 from tests.harness.prometheus import running
 from tests.support.api_server import ObjectApi
@@ -204,7 +204,7 @@ def test_a_period_longer_than_the_data_is_named(prometheus: str) -> None:
 def test_workloads_that_would_have_fitted_into_less_are_named(prometheus: str, tmp_path: Path) -> None:
     with ObjectApi() as api:
         report = GpuReport(gpu_of(H100), 0)
-        api.store(f"{PATH}/n", spec={}, status={"inventory": described([report])})
+        api.store(f"{PATH}/n", spec={}, status={"inventory": encode_inventory([report])})
         kubeconfig = tmp_path / "kubeconfig"
         kubeconfig.write_text(yaml.safe_dump(kubeconfig_of(api.server.url)))
         flags = ["--prometheus", prometheus, "--kubeconfig", str(kubeconfig), "--since", "25h", "-o", "json"]

@@ -16,8 +16,8 @@ class GivenInstructions:
     """``Instructions`` that are asked of the test."""
 
     plan: Callable[[], GpuNodePlan | None]
-    alive: Callable[[], bool] = lambda: True
-    complete: Callable[[], bool | None] = lambda: False
+    controller_is_alive: Callable[[], bool] = lambda: True
+    publishes_all: Callable[[], bool | None] = lambda: False
     has_controller: Callable[[], bool] = lambda: False
     lacks_plan: Callable[[], bool] = lambda: False
 

@@ -22,7 +22,7 @@ from controller.demand.pending_claims import Queue
 from controller.report.cluster_view import ClusterView
 from controller.report.map_model import MapNode, cluster_map, requested_kinds
 from driver.kube.types import GpuNodePlan
-from driver.model.plan import GpuReport, described
+from driver.model.plan import GpuReport, encode_inventory
 from driver.slices.pool_names import Pool
 from tessera.map_drawing import draw_map, draw_summary
 from tessera.map_svg import map_as_svg
@@ -83,7 +83,7 @@ class MapCluster:
             raw = {**self.plans[name], "metadata": {"name": name, **self.plans[name].get("metadata", {})}}
             raw["status"] = {
                 "mode": "Planned",
-                "inventory": described(reports) if reports else "",
+                "inventory": encode_inventory(reports) if reports else "",
                 **raw.get("status", {}),
             }
             plans[name] = msgspec.convert(raw, GpuNodePlan)

@@ -86,7 +86,7 @@ class FleetInstructions:
 
     def __init__(self, plans: WatchCache[GpuNodePlan, GpuNodePlan], heartbeat: HeartbeatWatch, node: str) -> None:
         self._plans, self._key = plans, Key("", node)
-        self.alive = heartbeat.alive
+        self.controller_is_alive = heartbeat.alive
 
     def plan(self) -> GpuNodePlan | None:
         return self._plans.get(self._key)
@@ -97,7 +97,7 @@ class FleetInstructions:
     def lacks_plan(self) -> bool:
         return False
 
-    def complete(self) -> bool | None:
+    def publishes_all(self) -> bool | None:
         return False
 
 
@@ -126,7 +126,7 @@ class FleetNode:
         slices = OwnSlices(client, self.pool, fields)
         self._publisher = Publisher(client, self.pool, self, fields, slices, slices, loop)
         report = PlanReport(self.follower, self.inventory, instructions)
-        self._plan_status = PlanStatusWriter(client, self.name, instructions, report, loop=loop)
+        self._plan_status = PlanStatusWriter(client, self.name, report, loop=loop)
         self._fence_release = FenceRelease(client, settings.namespace, self.pool, self.follower.mode_choice, loop)
         changes.subscribe(NodeChange.MODE, self.plan_changed)
         changes.subscribe(NodeChange.PUBLISHED, self._plan_status.notify)

@@ -26,8 +26,8 @@ from driver.model.plan import (
     PlanMode,
     PlanStatus,
     Summary,
-    described,
-    line,
+    encode_inventory,
+    gpu_line,
 )
 from driver.slices.build import PublishedGpu, SliceBuilder, slice_object
 from driver.slices.pool_names import Pool
@@ -168,8 +168,8 @@ def plan_object(node: RecordedNode) -> Object:
         epoch=EPOCH,
         mode=PlanMode.PLANNED,
         summary=Summary(len(states), len(held), len(node.offers)),
-        gpus=tuple(line(state) for state in states),
-        inventory=described(states),
+        gpus=tuple(gpu_line(state) for state in states),
+        inventory=encode_inventory(states),
     )
     told = {
         "observedGeneration": status.observed_generation,

@@ -94,7 +94,10 @@ class FleetNode:
         changes = ChangeNotifier()
         self._word = WatchedInstructions(client, NAMESPACE, name, CURATED, changes)
         instructions = GivenInstructions(
-            self._word.plan, self._word.alive, lambda: mode is Mode.COMPLETE, lacks_plan=self._word.lacks_plan
+            self._word.plan,
+            self._word.controller_is_alive,
+            lambda: mode is Mode.COMPLETE,
+            lacks_plan=self._word.lacks_plan,
         )
         dropped = GivenFields(lambda: (COUNTERS_FIELD,) if mode is Mode.STATIC else fields.dropped)
         self.follower = PlanFollower(
@@ -102,7 +105,7 @@ class FleetNode:
         )
         self.publisher = Publisher(client, self.pool, self, fields)
         self.report = PlanReport(self.follower, self.inventory, instructions)
-        self._plan_status = PlanStatusWriter(client, name, instructions, self.report)
+        self._plan_status = PlanStatusWriter(client, name, self.report)
         changes.subscribe(NodeChange.PLAN, self.notify)
         changes.subscribe(NodeChange.MODE, self.notify)
         changes.subscribe(NodeChange.PUBLISHED, self._plan_status.notify)

@@ -9,7 +9,7 @@ from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_use_labels import Dedication
 from controller.cluster.node_views import NodeView
 from driver.model.offer import DeviceKind
-from driver.model.plan import GpuReport, Held, PlanStatus, described
+from driver.model.plan import GpuReport, Held, PlanStatus, encode_inventory
 from tests.support.fleets import possible
 from tests.support.gpus import H100, gpu_of
 from tests.support.node_views import changes, fleet_of
@@ -24,7 +24,7 @@ def view(*held: str, published: dict[str, int] | None = None, shares: int = 0, *
         "name": "n1",
         "uid": "u",
         "pool": "n1-gpu.tessera.dev",
-        "status": PlanStatus(epoch="e", inventory=described(states)),
+        "status": PlanStatus(epoch="e", inventory=encode_inventory(states)),
         "published": published or {},
         "offered": frozenset(published or {}),
         "held": {name: Held(name, "default/claim") for name in held},

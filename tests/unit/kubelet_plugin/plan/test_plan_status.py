@@ -98,9 +98,9 @@ class Reporting:
 
     def __post_init__(self) -> None:
         client, changes = self.api.server.client(), ChangeNotifier()
-        self.plans = WatchedInstructions(client, "tessera", "node-a", CURATED, changes)
+        self.instructions = self.plans = WatchedInstructions(client, "tessera", "node-a", CURATED, changes)
         report: Any = self
-        self.writer = PlanStatusWriter(client, "node-a", self.plans, report)
+        self.writer = PlanStatusWriter(client, "node-a", report)
         changes.subscribe(NodeChange.PLAN, self.writer.notify)
 
     def status(self) -> PlanStatus:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from driver.model.plan import PATH, GpuReport, described
+from driver.model.plan import PATH, GpuReport, encode_inventory
 from tessera.cli import main
 from tests.support.api_server import ObjectApi
 from tests.support.gpus import gpu_of
@@ -48,7 +48,7 @@ def prometheus() -> Iterator[PrometheusApi]:
 @pytest.fixture
 def kubeconfig(tmp_path: Path) -> Iterator[Path]:
     with ObjectApi() as api:
-        api.store(f"{PATH}/n", spec={}, status={"inventory": described([GpuReport(gpu_of(H100), 0)])})
+        api.store(f"{PATH}/n", spec={}, status={"inventory": encode_inventory([GpuReport(gpu_of(H100), 0)])})
         server = {"clusters": [{"name": "c", "cluster": {"server": api.server.url}}]}
         file = tmp_path / "kubeconfig"
         file.write_text(yaml.safe_dump({**KUBECONFIG, **server}))

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from driver.kube.types import GpuNodePlan, PlanMetadata
 from driver.model.gpu_health import ConditionType
-from driver.model.plan import PATH, PlanSpec, PlanStatus, described
+from driver.model.plan import PATH, PlanSpec, PlanStatus, encode_inventory
 from driver.slices.build import slice_object
 from tessera.cli import main
 from tests.support.api_server import SLICES, ObjectApi
@@ -115,7 +115,7 @@ def test_uncordon_clears_what_only_the_plan_tells(cluster: Cluster) -> None:
     cluster.ill.xid(3, 48)
     for name in list(cluster.api.folder(SLICES)):
         cluster.api.drop(f"{SLICES}/{name}")
-    inventory = described(cluster.ill.node.node.inventory.states())
+    inventory = encode_inventory(cluster.ill.node.node.inventory.states())
     status = PlanStatus(inventory=inventory, faults=cluster.ill.health.describe_faults())
     cluster.api.store(PLAN, spec={}, status=msgspec.to_builtins(status))
     answer = cluster.run("uncordon", f"{NODE}/gpu-3", "-o", "json")

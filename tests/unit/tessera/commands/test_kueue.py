@@ -12,7 +12,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from driver.model.plan import COUNTERS_FIELD, PATH, GpuReport, PlanStatus, described
+from driver.model.plan import COUNTERS_FIELD, PATH, GpuReport, PlanStatus, encode_inventory
 from tessera.cli import main
 from tests.support.api_server import ObjectApi
 from tests.support.gpus import gpu_of
@@ -89,7 +89,7 @@ def api() -> Iterator[ObjectApi]:
 
 def report(api: ObjectApi, node: str, *products: str, **status: Any) -> None:
     gpus = [GpuReport(gpu_of(product, minor), minor) for minor, product in enumerate(products)]
-    written = msgspec.to_builtins(PlanStatus(inventory=described(gpus), **status))
+    written = msgspec.to_builtins(PlanStatus(inventory=encode_inventory(gpus), **status))
     api.store(f"{PATH}/{node}", spec={}, status=written)
 
 

@@ -18,7 +18,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from controller.report.cluster_view import ClusterView
-from driver.model.plan import PATH, GpuReport, described
+from driver.model.plan import PATH, GpuReport, encode_inventory
 from tessera.cli import main
 from tessera.commands.map import MOST_NODES
 from tessera.commands.map import map as command
@@ -37,7 +37,7 @@ def add_node(api: ObjectApi, name: str, *offered: str, gpus: int = 2) -> None:
     reports = [GpuReport(gpu_in(name, number), number) for number in range(gpus)]
     pool = f"{name}-gpu.tessera.dev"
     api.store(f"/api/v1/nodes/{name}", spec={})
-    api.store(f"{PATH}/{name}", spec={}, status={"mode": "Planned", "inventory": described(reports)})
+    api.store(f"{PATH}/{name}", spec={}, status={"mode": "Planned", "inventory": encode_inventory(reports)})
     devices = [{"name": device} for device in offered]
     spec = {"driver": "gpu.tessera.dev", "nodeName": name, "pool": {"name": pool, "resourceSliceCount": 1}}
     api.store(f"{SLICES}/{name}", spec={**spec, "devices": devices})

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from driver.model.plan import PATH, GpuReport, OfferMode, PlanMode, PlanStatus, described
+from driver.model.plan import PATH, GpuReport, OfferMode, PlanMode, PlanStatus, encode_inventory
 from tessera.cli import main
 from tests.support.api_server import SLICES, ObjectApi
 from tests.support.gpus import gpu_of
@@ -247,7 +247,7 @@ def api() -> Iterator[ObjectApi]:
     with ObjectApi() as server:
         for index, (name, fault) in enumerate({"node-a": "cordoned: fan replacement", "node-b": None}.items()):
             server.store(f"/api/v1/nodes/{name}", spec={}, status={"allocatable": {"cpu": "8"}})
-            inventory = described([GpuReport(gpu_of(minor=index), 0, fault=fault)])
+            inventory = encode_inventory([GpuReport(gpu_of(minor=index), 0, fault=fault)])
             status = PlanStatus(epoch="1", mode=PlanMode.PLANNED, inventory=inventory)
             server.store(f"{PATH}/{name}", spec={"epoch": "1"}, status=msgspec.to_builtins(status))
         result = {"request": "gpu", "driver": OURS, "pool": f"node-b-{OURS}", "device": "gpu-0"}
@@ -310,7 +310,7 @@ def test_changes_of_the_cluster_are_imagined(cluster: list[str], options: list[s
 def test_nodes_that_publish_otherwise_have_room_for_as_much(
     api: ObjectApi, cluster: list[str], status: dict[str, Any]
 ) -> None:
-    inventory = described([GpuReport(gpu_of(minor=0), 0)])
+    inventory = encode_inventory([GpuReport(gpu_of(minor=0), 0)])
     written = msgspec.to_builtins(PlanStatus(epoch="1", inventory=inventory, **status))
     api.store(f"{PATH}/node-a", spec={"epoch": "1"}, status=written)
     small = asked("gpu-inference", f'device.attributes["{OURS}"].profile == "1g.10gb"')

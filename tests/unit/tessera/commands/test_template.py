@@ -14,7 +14,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from driver.model.gpu import MigMode
-from driver.model.plan import PATH, GpuReport, PlanStatus, described
+from driver.model.plan import PATH, GpuReport, PlanStatus, encode_inventory
 from tessera.cli import main
 from tests.support.api_server import ObjectApi
 from tests.support.gpus import gpu_of
@@ -82,7 +82,7 @@ def reports(fault: str | None = None) -> list[GpuReport]:
 
 
 def report(api: ObjectApi, gpus: list[GpuReport], **status: Any) -> None:
-    written = msgspec.to_builtins(PlanStatus(inventory=described(gpus), **status))
+    written = msgspec.to_builtins(PlanStatus(inventory=encode_inventory(gpus), **status))
     api.store(f"{PATH}/{NODE}", spec={"held": ["gpu-0-mig-1g10gb-0 default/a"]}, status=written)
 
 

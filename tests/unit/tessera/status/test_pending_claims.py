@@ -13,7 +13,7 @@ from controller.explain.events import UNREADABLE, InvolvedObject, WrittenEvent
 from controller.report.claim_explainer import OTHER_DRIVERS, Explanation
 from driver.kube.slice_types import ResourceSlice
 from driver.kube.types import GpuNodePlan, PlanMetadata, Pod
-from driver.model.plan import OWNED_SUFFIX, GpuReport, PlanMode, PlanSpec, PlanStatus, described
+from driver.model.plan import OWNED_SUFFIX, GpuReport, PlanMode, PlanSpec, PlanStatus, encode_inventory
 from tessera.commands.status import as_text
 from tessera.status.pending_claims import ADVICE
 from tessera.status.snapshot import StatusSnapshot
@@ -145,5 +145,5 @@ def nothing_published() -> ResourceSlice:
 
 
 def told_by_plan(state: GpuReport, *faults: str) -> dict[str, GpuNodePlan]:
-    status = PlanStatus(3, mode=PlanMode.PLANNED, inventory=described([state]), faults=faults)
+    status = PlanStatus(3, mode=PlanMode.PLANNED, inventory=encode_inventory([state]), faults=faults)
     return {NODE: GpuNodePlan(PlanMetadata(NODE, generation=3), PlanSpec(), status)}
