@@ -16,7 +16,7 @@ from driver.slices.build import Content, PublishedGpu, SliceBuilder
 from driver.slices.publisher import PresentSlices, Publisher, SliceStep, SliceWriteObserver
 from kubelet_plugin.changes import ChangeNotifier
 from kubelet_plugin.checkpoint.records import ClaimRecord
-from kubelet_plugin.claims.claim_stores import HeldClaims
+from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
 from kubelet_plugin.coexistence.other_drivers import OtherDriverWatch
 from kubelet_plugin.health.monitor import HealthMonitor
@@ -52,21 +52,21 @@ class Publishing:
         self,
         settings: NodeSettings,
         api: ApiAccess,
-        held: HeldClaims,
+        stores: ClaimStores,
         health: HealthMonitor,
         other_drivers: OtherDriverWatch,
         background: BackgroundWork,
         changes: ChangeNotifier,
     ) -> None:
         client, fields, node = api.client, api.fields, settings.node_name
-        pool, inventory, probes = held.pool, held.inventory, background.probes
+        pool, inventory, probes = stores.pool, stores.inventory, background.probes
         self._inventory, self._health = inventory, health
         self._instructions = WatchedInstructions(client, settings.namespace, node, settings.publish, changes)
         self._follower = PlanFollower(
             self._instructions, inventory, fields, PlanFile(settings.state_dir), changes, settings.layout
         )
-        self.uninstall = Uninstall(self._instructions, held.checkpoint, held.cdi, settings.state_dir)
-        source = NodeSlices(client, held, self._follower, self.uninstall, other_drivers, SliceBuilder(pool))
+        self.uninstall = Uninstall(self._instructions, stores.checkpoint, stores.cdi, settings.state_dir)
+        source = NodeSlices(client, stores, self._follower, self.uninstall, other_drivers, SliceBuilder(pool))
         self._publisher = Publisher(
             client,
             pool,
@@ -83,7 +83,7 @@ class Publishing:
         self._claim_status = StatusWriter(
             client,
             pool.driver,
-            lambda: device_statuses(held.checkpoint.records(), self._unhealthy_reason),
+            lambda: device_statuses(stores.checkpoint.records(), self._unhealthy_reason),
             steps=background.steps,
             give_way=background.activity.wait_idle(STATUS_DELAY_SECONDS),
         )
@@ -140,7 +140,7 @@ class NodeSlices:
     """What the slices of the node contain (``SliceSource``)."""
 
     client: KubeClient
-    held: HeldClaims
+    stores: ClaimStores
     follower: PlanFollower
     uninstall: Uninstall
     other_drivers: OtherDriverWatch
@@ -150,13 +150,13 @@ class NodeSlices:
         if self.uninstall.due():
             return {}
         self.other_drivers.wait_until_known()
-        return self.builder.build(with_mig_uuids(self.follower.published(slices), self.held.checkpoint.records()))
+        return self.builder.build(with_mig_uuids(self.follower.published(slices), self.stores.checkpoint.records()))
 
     def is_complete(self) -> bool:
         return not self.follower.mode_choice.is_waiting
 
     def owner(self) -> Mapping[str, Any]:
-        return owner_reference(self.client, self.held.pool.node)
+        return owner_reference(self.client, self.stores.pool.node)
 
 
 @dataclass(frozen=True)

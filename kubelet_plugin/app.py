@@ -29,7 +29,7 @@ from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.files import probe
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, held_shares
-from kubelet_plugin.claims.claim_stores import HeldClaims
+from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.killable_steps import NodeStep, Observer, StepRunner
 from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.preparer import ClaimReader, Preparer
@@ -98,14 +98,14 @@ class NodePlugin:
         self._hardware = ExitStack()
         self._open_hardware()
         self._publishing = Publishing(
-            settings, self._api, self._held, self._health, self._other_drivers, self._background, self._changes
+            settings, self._api, self._stores, self._health, self._other_drivers, self._background, self._changes
         )
         self._prepare_claims()
         self._usage = self._usage_sampler()
         self._check_readiness()
         self._subscribe()
-        recover(self._held, self._preparer.cleanup, self._step)
-        inventory = self._held.inventory
+        recover(self._stores, self._preparer.cleanup, self._step)
+        inventory = self._stores.inventory
         self._scanner.scan_partitions(inventory, inventory.gpus)
         self._health.handle_scan(inventory.gpus)
 
@@ -123,7 +123,7 @@ class NodePlugin:
             self._api.client, settings, inventory, self._scanner, self._changes, self._events
         )
         specs = SpecFormat(settings.driver_name, find_driver_files(paths, settings.driver_root))
-        self._held = HeldClaims(
+        self._stores = ClaimStores(
             pool=Pool(settings.node_name, settings.driver_name),
             inventory=inventory,
             checkpoint=checkpoint,
@@ -137,7 +137,7 @@ class NodePlugin:
 
     def _prepare_claims(self) -> None:
         """Build what prepares and unprepares claims, and what cleans up and repairs them."""
-        held, host, step = self._held, self._host, self._step
+        stores, host, step = self._stores, self._host, self._step
         events, measurements = self._events, self._background.measurements
 
         def claim_read(claim: Claim) -> None:
@@ -148,14 +148,14 @@ class NodePlugin:
             events.claim(record.reference, EventReason.REPAIRED, made)
 
         self._reader = ClaimReader(self._api.client, claim_read)
-        partitions = Partitions(host, held.inventory, step, publishes_existing=self._settings.publish_existing)
-        time_slices = TimeSlices(host, held.checkpoint, step)
-        self._preparer = Preparer(self._reader, held, partitions, time_slices, self._changes, repaired, step)
-        orphans = Orphans(held, self._preparer, self._reader, events, measurements.count_orphan)
+        partitions = Partitions(host, stores.inventory, step, publishes_existing=self._settings.publish_existing)
+        time_slices = TimeSlices(host, stores.checkpoint, step)
+        self._preparer = Preparer(self._reader, stores, partitions, time_slices, self._changes, repaired, step)
+        orphans = Orphans(stores, self._preparer, self._reader, events, measurements.count_orphan)
         self._reconciler = ClaimReconciler(
-            held, self._preparer, events, self._health.set_condition, orphans.search_if_due
+            stores, self._preparer, events, self._health.set_condition, orphans.search_if_due
         )
-        self._health_service = HealthService(held.pool.name, self._publishing.devices, self._health.unhealthy_reason)
+        self._health_service = HealthService(stores.pool.name, self._publishing.devices, self._health.unhealthy_reason)
 
     def _usage_sampler(self) -> UsageSampler | None:
         """Register what is computed at each scrape; return what measures the usage of claims, if that is asked for."""
@@ -163,26 +163,26 @@ class NodePlugin:
             return None
         from kubelet_plugin.metrics.metrics import NodeGauges
 
-        held, health = self._held, self._health
-        self._metrics.registry.register(NodeGauges(held, self._publishing.device_names, health))
+        stores, health = self._stores, self._health
+        self._metrics.registry.register(NodeGauges(stores, self._publishing.device_names, health))
         if self._settings.usage_interval is None:
             return None
         from kubelet_plugin.metrics.usage import UsageCollector, usage_sampler
 
-        sampler = usage_sampler(self._settings, held, self._host, self._api.client, self._reader, self._events)
-        self._metrics.registry.register(UsageCollector(held, sampler))
+        sampler = usage_sampler(self._settings, stores, self._host, self._api.client, self._reader, self._events)
+        self._metrics.registry.register(UsageCollector(stores, sampler))
         return sampler
 
     def _check_readiness(self) -> None:
         """Define what ``/livez`` and ``/readyz`` check; probe the directories that a prepare writes to."""
-        settings, held, clock = self._settings, self._held, Clock()
-        hardware = probes.HardwareCheck(held.inventory)
+        settings, stores, clock = self._settings, self._stores, Clock()
+        hardware = probes.HardwareCheck(stores.inventory)
         followers = (self._reconciler, self._health, hardware)
         give_way = self._background.activity.wait_idle(SCAN_DELAY_SECONDS)
-        self._scan_loop = ScanLoop(self._scanner, held.inventory, followers, self._changes, give_way)
+        self._scan_loop = ScanLoop(self._scanner, stores.inventory, followers, self._changes, give_way)
         write = partial(probe, settings.state_dir / probes.PROBE)
         state = probes.DirectoryProbe(settings.state_dir, write, probes.STATE_REASONS, self._events, clock)
-        specs = probes.DirectoryProbe(settings.cdi_dir, held.cdi.probe, probes.CDI_REASONS, self._events, clock)
+        specs = probes.DirectoryProbe(settings.cdi_dir, stores.cdi.probe, probes.CDI_REASONS, self._events, clock)
         self._directory_probes = probes.DirectoryProbes(state, specs)
         self._ready = (
             Check("slices", self._publishing.not_ready),
@@ -191,7 +191,7 @@ class NodePlugin:
             Check("checkpoint", state.failure),
             Check("cdi", specs.failure),
         )
-        self._live = (Check("cdi-mount", held.cdi.detached),)
+        self._live = (Check("cdi-mount", stores.cdi.detached),)
 
     def _subscribe(self) -> None:
         """Say which parts act on which change, in which order."""
@@ -203,7 +203,7 @@ class NodePlugin:
         subscribe(NodeChange.MODE, publishing.notify)
         subscribe(NodeChange.PUBLISHED, publishing.notify_plan_status)
         subscribe(NodeChange.RESERVATIONS, publishing.notify)
-        hold_again = self._held.hold_all
+        hold_again = self._stores.hold_all
         subscribe(NodeChange.HARDWARE, hold_again, reconciler.notify, publishing.notify, health_service.notify)
         subscribe(NodeChange.HEALTH, publishing.notify, publishing.notify_claim_status, health_service.notify)
         usage = [self._usage.notify] if self._usage else []
@@ -248,7 +248,7 @@ class NodePlugin:
         settings = self._settings
         background = self._background
         observers = (background.measurements.measure, background.activity.working, self._events.report_failure)
-        service = DraService(self._preparer, *observers, waits=self._held.locks.waits)
+        service = DraService(self._preparer, *observers, waits=self._stores.locks.waits)
         stack.callback(service.close)
         handlers = [service.handler(), *self._health_service.handlers()]
         if self._sockets is not None:

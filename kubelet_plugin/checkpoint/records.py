@@ -50,7 +50,7 @@ class DeviceRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tr
     gpu_instance_id: int | None = None
     compute_instance_id: int | None = None
     uuid: str | None = None
-    existing: bool = False
+    preexisting: bool = msgspec.field(default=False, name="existing")
     """A partition that Tessera did not create: it is never removed."""
 
     shares: int = 1
@@ -132,7 +132,7 @@ def device_record(
     requests: tuple[str, ...],
     number: int,
     *,
-    existing: bool = False,
+    preexisting: bool = False,
     time_slice: TimeSlice | None = None,
 ) -> DeviceRecord:
     return DeviceRecord(
@@ -146,7 +146,7 @@ def device_record(
         profile_id=device.profile.id if device.profile else None,
         start=device.placement.start if device.placement else None,
         size=device.placement.size if device.placement else None,
-        existing=existing,
+        preexisting=preexisting,
         shares=device.shares,
         time_slice=time_slice,
     )
@@ -246,8 +246,9 @@ class Checkpoint:
             log.error("a checkpoint record is missing", extra={"claimUID": uid})
         self._missing.add(uid)
 
-    def settle(self, uid: str) -> None:
-        """The claim has a record again, or was released; a file that was set aside is renamed once more."""
+    def settle_unrecorded(self, uid: str) -> None:
+        """Count a claim no longer as unrecorded: it has a record again, or was released. A file that was set aside is
+        renamed once more."""
         self._missing.discard(uid)
         if uid not in self._aside:
             return

@@ -101,6 +101,7 @@ def _parameters(
     """
     effective: dict[tuple[str, str], AnyParameters] = {}
     for entry in sorted(config, key=lambda entry: entry.source != FROM_CLASS):
+        # Some parameters mean different types for different kinds of device, so parse them once a kind.
         parsed: dict[DeviceKind, AnyParameters] = {}
         # No requests means all; a base name covers its subrequests (``base/sub``) of any kind.
         named = set(entry.requests)
@@ -118,9 +119,9 @@ def _parameters(
                     f"{where}: {type(parameters).__name__} is for devices of type {FITTING[type(parameters)].value}, "
                     f"{device.name} has type {device.kind.value}"
                 )
-        fits = any(FITTING[type(parameters)] is kind for kind, parameters in parsed.items())
-        alternatives = any("/" in request for request, _ in requests)
-        if covered and not fits and not alternatives and entry.source != FROM_CLASS:
+        fits_some_device = any(FITTING[type(parameters)] is kind for kind, parameters in parsed.items())
+        from_alternative = any("/" in request for request, _ in requests)
+        if covered and not fits_some_device and not from_alternative and entry.source != FROM_CLASS:
             kind = min(FITTING[type(parameters)] for parameters in parsed.values())
             names = ", ".join(f"{device.name} (type {device.kind.value})" for _, device in covered)
             where = f"claim {reference}, {entry.source}"

@@ -1,4 +1,4 @@
-"""The claims that hold devices of this node."""
+"""The places where this node keeps its claims."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldClaims:
-    """Where held claims are kept: records on disk, devices in memory, specs for the container runtime; their locks.
+class ClaimStores:
+    """Where claims are kept: records on disk, devices in memory, specs for the container runtime; and their locks.
 
     ``pool``: of the node's devices. ``boot``: the machine's boot id, because partitions do not outlive a boot.
     """
@@ -83,9 +83,14 @@ class HeldClaims:
             if uid not in self.checkpoint.unrecorded and self.checkpoint.get(uid) is None:
                 self.inventory.release(uid)
         for uid in [record.uid for record in self.checkpoint.records()]:
-            while (record := self.checkpoint.get(uid)) is not None:
-                self.hold_record(record)
-                if self.checkpoint.get(uid) is record:
-                    break
-            else:
-                self.inventory.release(uid)
+            self._hold_current(uid)
+
+    def _hold_current(self, uid: str) -> None:
+        """Repeat until the record that was held is still the current one; without one, release."""
+        record = self.checkpoint.get(uid)
+        while record is not None:
+            self.hold_record(record)
+            before, record = record, self.checkpoint.get(uid)
+            if record is before:
+                return
+        self.inventory.release(uid)

@@ -14,7 +14,7 @@ from driver.model.offer import DeviceKind
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
 from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord, device_record
-from kubelet_plugin.claims.claim_stores import HeldClaims
+from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
 from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.time_slices import TimeSlices
@@ -29,7 +29,7 @@ PARTITION_UUID_PREFIX = "MIG-"
 class ClaimCleanup:
     """Thread-safe. Every method can be repeated after a kill at any instruction; all raise RecoverableError."""
 
-    _held: HeldClaims
+    _stores: ClaimStores
     _partitions: Partitions
     _time_slices: TimeSlices
     _changes: ChangeNotifier
@@ -41,7 +41,7 @@ class ClaimCleanup:
         """Undo a claim that may be prepared. From now on it needs to be released, also after a restart."""
         if not record.needs_release:
             record = msgspec.structs.replace(record, releasing=True)
-            with self._step(NodeStep.MARK_RELEASING, claim=str(record)):
+            with self._step(NodeStep.MARK_RELEASING, claim=record):
                 # A power cut may lose the mark: then it has removed the partitions, too.
                 self._put(record, durable=False)
         self.undo(record)
@@ -62,47 +62,49 @@ class ClaimCleanup:
 
     def finish_release(self, uid: str) -> bool:
         """Undo a claim that needs to be released; False if it does not, or not any more."""
-        held = self._held
-        with held.locks.hold([claim_key(uid)], f"releasing claim {uid}"):
-            record = held.checkpoint.get(uid)
+        stores = self._stores
+        with stores.locks.hold([claim_key(uid)], f"releasing claim {uid}"):
+            record = stores.checkpoint.get(uid)
             if record is None or not record.needs_release:
                 return False
-            with held.locks.hold(record.gpu_uuids, f"releasing claim {record}"):
+            with stores.locks.hold(record.gpu_uuids, f"releasing claim {record}"):
                 self.undo(record)
         log.warning("released what was left of a claim", extra={"claim": str(record)})
         return True
 
     def note_stray_spec(self, uid: str) -> None:
         """Count a claim that has a CDI spec and no record as unrecorded, and hold the devices in the spec."""
-        held = self._held
-        with held.locks.hold([claim_key(uid)], f"looking at the CDI spec of claim {uid}"):
-            if held.checkpoint.get(uid) is None and held.cdi.has(uid):
-                held.checkpoint.note_missing(uid)
-                held.hold_unrecorded(uid)
+        stores = self._stores
+        with stores.locks.hold([claim_key(uid)], f"looking at the CDI spec of claim {uid}"):
+            if stores.checkpoint.get(uid) is None and stores.cdi.has(uid):
+                stores.checkpoint.note_missing(uid)
+                stores.hold_unrecorded(uid)
 
-    def begin_release(self, reference: ClaimReference) -> bool:
-        """Record that the devices in the CDI spec of an unrecorded claim need to be released; False without a spec.
+    def record_for_release(self, reference: ClaimReference) -> bool:
+        """Write a record, to be released, of the devices in the CDI spec of an unrecorded claim.
+
+        Returns whether the claim now has a record.
 
         Call it only for a claim that is known to be unused: the kubelet unprepares it, or it does not exist any more.
         """
-        uid, checkpoint = reference.uid, self._held.checkpoint
-        with self._held.locks.hold([claim_key(uid)], f"rebuilding the record of claim {uid}"):
+        uid, checkpoint = reference.uid, self._stores.checkpoint
+        with self._stores.locks.hold([claim_key(uid)], f"rebuilding the record of claim {uid}"):
             if uid not in checkpoint.unrecorded:
                 return checkpoint.get(uid) is not None
             record = self.record_of_spec(reference)
             if record is None:
-                self._held.inventory.release(uid)
+                self._stores.inventory.release(uid)
             else:
                 self._put(record)
-            checkpoint.settle(uid)
+            checkpoint.settle_unrecorded(uid)
         return record is not None
 
     def record_of_spec(self, reference: ClaimReference) -> ClaimRecord | None:
         """Return a record, to be released, of the devices in the CDI spec of an unrecorded claim; None without one."""
-        held = self._held
-        if not held.cdi.has(reference.uid):
+        stores = self._stores
+        if not stores.cdi.has(reference.uid):
             return None
-        named = held.cdi.devices(reference.uid)
+        named = stores.cdi.devices(reference.uid)
         entries = [self._entry(reference, name, uuid) for name, uuid in named.items()]
         return ClaimRecord(
             VERSION,
@@ -111,14 +113,14 @@ class ClaimCleanup:
             reference.uid,
             "prepared",
             tuple(entry for entry in entries if entry is not None),
-            held.boot,
+            stores.boot,
             releasing=True,
         )
 
     def _entry(self, reference: ClaimReference, name: str, uuid: str) -> DeviceRecord | None:
         """The record of one device to release; None if another partition has taken its place."""
-        held = self._held
-        device = held.inventory.device(name)
+        stores = self._stores
+        device = stores.inventory.device(name)
         if device is None:
             if not uuid.startswith(PARTITION_UUID_PREFIX):
                 return None
@@ -127,9 +129,9 @@ class ClaimCleanup:
                 "the plugin started; the partition is removed once the GPU is back; if the GPU is gone for good, "
                 "delete the CDI spec and restart the plugin"
             )
-        if held.inventory.conflict(reference.uid, device) is not None:
+        if stores.inventory.conflict(reference.uid, device) is not None:
             return None
-        entry = device_record(device, held.pool.name, (), held.inventory.number(device.gpu))
+        entry = device_record(device, stores.pool.name, (), stores.inventory.number(device.gpu))
         if device.profile is None:
             return entry
         partition = self._partitions.find(device)
@@ -138,9 +140,12 @@ class ClaimCleanup:
         return entry.with_partition(partition)
 
     def busy(self, record: ClaimRecord) -> str:
-        """Why a full GPU of ``record`` must not be released. NVML refuses to destroy partitions in use."""
+        """Why ``record`` must not be released; ``""`` if it may.
+
+        Only full GPUs are checked: NVML itself refuses to destroy a partition in use.
+        """
         for device in record.devices:
-            gpu = self._held.inventory.gpu(device.gpu_uuid)
+            gpu = self._stores.inventory.gpu(device.gpu_uuid)
             if device.kind is not DeviceKind.FULL or gpu is None:
                 continue
             try:
@@ -153,7 +158,7 @@ class ClaimCleanup:
 
     def partition_exists(self, uid: str, device: Device, uuid: str | None) -> bool:
         """Whether ``device`` exists as the partition with that UUID, and no claim but ``uid`` holds it."""
-        if device.profile is None or self._held.inventory.conflict(uid, device):
+        if device.profile is None or self._stores.inventory.conflict(uid, device):
             return False
         try:
             partition = self._partitions.find(device)
@@ -163,7 +168,7 @@ class ClaimCleanup:
 
     def _put(self, record: ClaimRecord, *, durable: bool = True) -> None:
         try:
-            self._held.checkpoint.put(record, durable=durable)
+            self._stores.checkpoint.put(record, durable=durable)
         except StateError as error:
             # The mark is in memory at least. A full disk must not prevent a release: deleting needs no space.
             log.warning("can't mark a claim as being released", extra={"claim": str(record), "error": str(error)})
@@ -182,28 +187,28 @@ class ClaimCleanup:
             log.error("could not undo", extra={"claim": str(record), "error": str(failure)})
         if failures:
             raise failures[0]
-        with self._step(NodeStep.REMOVE_RECORD, claim=str(record)):
-            self._held.checkpoint.remove(record.uid)
-            self._held.inventory.release(record.uid)
+        with self._step(NodeStep.REMOVE_RECORD, claim=record):
+            self._stores.checkpoint.remove(record.uid)
+            self._stores.inventory.release(record.uid)
 
     def _remove_spec(self, record: ClaimRecord) -> None:
-        with self._step(NodeStep.REMOVE_CDI_SPEC, claim=str(record)):
-            self._held.cdi.remove(record.uid)
+        with self._step(NodeStep.REMOVE_CDI_SPEC, claim=record):
+            self._stores.cdi.remove(record.uid)
 
     def _restore_time_slice(self, record: ClaimRecord, uuid: str) -> None:
-        gpu = self._held.inventory.gpu(uuid)
+        gpu = self._stores.inventory.gpu(uuid)
         # A GPU that does not answer has lost its interval or accepts no other: the release does not wait for it.
-        if gpu is not None and self._held.inventory.fault(gpu) is None:
+        if gpu is not None and self._stores.inventory.fault(gpu) is None:
             self._time_slices.release(gpu, record)
 
     def _remove_partition(self, record: ClaimRecord, device: DeviceRecord) -> None:
-        if device.kind is not DeviceKind.PARTITION or device.existing:
+        if device.kind is not DeviceKind.PARTITION or device.preexisting:
             return
-        gpu = self._held.inventory.gpu(device.gpu_uuid)
+        gpu = self._stores.inventory.gpu(device.gpu_uuid)
         if gpu is None:
             raise ClaimError(
                 f"claim {record}: {device.device} is on {device.gpu_uuid}, which did not answer since the plugin "
                 "started; its partition is removed once the GPU is back; where it is gone for good, delete "
-                f"{self._held.checkpoint.path(record.uid)} and restart the plugin"
+                f"{self._stores.checkpoint.path(record.uid)} and restart the plugin"
             )
         self._partitions.remove(gpu, device)

@@ -55,8 +55,8 @@ class Partitions:
     def make(self, device: Device, entry: DeviceRecord, mig_enabled: bool | None = None) -> Partition | None:
         """Make ``device`` usable and return its partition, or None for a full GPU or a share.
 
-        ``mig_enabled``: what ``check_free`` returned just now; then the partition does not exist yet. A partition that
-        Tessera did not create has to exist.
+        ``mig_enabled``: the mode that ``check_free`` read; it implies that no partition is at the placement. None: read
+        both. A partition that Tessera did not create has to exist.
         """
         gpu = device.gpu
         if device.profile is None or device.placement is None:
@@ -64,18 +64,16 @@ class Partitions:
             if device.kind is DeviceKind.SHARE:
                 self._check_shareable(device)
             return None
-        if entry.existing:
-            existing = self.find(device)
-            if existing is None or not existing.complete:
+        if entry.preexisting:
+            partition = self.find(device)
+            if partition is None or not partition.complete:
                 raise HardwareError(
                     f"{device}: the partition, which Tessera published but did not create, is gone; create it again "
                     "(nvidia-smi mig -cgi, -cci) or delete the pod"
                 )
-            return existing
+            return partition
         self._set_mig_mode(gpu, enabled=True, now=mig_enabled)
-        partition = None
-        if mig_enabled is None:
-            partition = self.host.find_partition(gpu, device.profile, device.placement)
+        partition = self.find(device) if mig_enabled is None else None
         return self._completed(device, partition or self._cut(device, device.profile, device.placement))
 
     def verify(self, device: Device, entry: DeviceRecord) -> Partition | None:

@@ -7,7 +7,7 @@ Undoing goes the other way, and the record goes last.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,7 +25,7 @@ from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
 from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord, device_record
 from kubelet_plugin.claims.allocation import AllocatedDevice, refuse_overlap, resolve
-from kubelet_plugin.claims.claim_stores import HeldClaims
+from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.cleanup import ClaimCleanup
 from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
 from kubelet_plugin.claims.partitions import Partitions
@@ -33,8 +33,6 @@ from kubelet_plugin.claims.time_slices import TimeSlices
 from kubelet_plugin.inventory.inventory import ClaimReference
 
 log = logging.getLogger(__name__)
-
-NOTHING_CHECKED: Mapping[str, bool] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +71,15 @@ class Preparer:
     def __init__(
         self,
         claims: ClaimReader,
-        held: HeldClaims,
+        stores: ClaimStores,
         partitions: Partitions,
         time_slices: TimeSlices,
         changes: ChangeNotifier,
         repaired: Callable[[ClaimRecord, str], None],
         steps: StepRunner,
     ) -> None:
-        self.cleanup = ClaimCleanup(held, partitions, time_slices, changes, steps)
-        self._claims, self._held, self._partitions, self._time_slices = claims, held, partitions, time_slices
+        self.cleanup = ClaimCleanup(stores, partitions, time_slices, changes, steps)
+        self._claims, self._stores, self._partitions, self._time_slices = claims, stores, partitions, time_slices
         self._changes, self._repaired, self._step = changes, repaired, steps
 
     def prepare(self, reference: ClaimReference) -> Sequence[PreparedDevice]:
@@ -90,18 +88,18 @@ class Preparer:
         If it fails, a claim that was not prepared before leaves nothing behind; what could not be undone stays
         recorded and is undone at the next call or start.
         """
-        held, name = self._held, str(reference)
-        with held.locks.hold([claim_key(reference.uid)], f"preparing claim {name}"):
-            with self._step(NodeStep.READ_CLAIM, claim=name):
+        stores, name = self._stores, str(reference)
+        with stores.locks.hold([claim_key(reference.uid)], f"preparing claim {name}"):
+            with self._step(NodeStep.READ_CLAIM, claim=reference):
                 claim = self._claims.read(reference.namespace, reference.name)
-            with self._step(NodeStep.RESOLVE_ALLOCATION, claim=name):
-                allocated = resolve(reference, claim, held.pool, held.inventory)
-            record = held.checkpoint.get(reference.uid)
+            with self._step(NodeStep.RESOLVE_ALLOCATION, claim=reference):
+                allocated = resolve(reference, claim, stores.pool, stores.inventory)
+            record = stores.checkpoint.get(reference.uid)
             gpu_uuids = {item.device.gpu.uuid for item in allocated}
             if record is not None:
                 gpu_uuids |= record.gpu_uuids
-            with held.locks.hold(gpu_uuids, f"claim {name}"):
-                record = self._prepare_allocated(reference, name, record, allocated)
+            with stores.locks.hold(gpu_uuids, f"claim {name}"):
+                record = self._prepare_allocated(reference, record, allocated)
         log.info(
             "prepared claim",
             extra={
@@ -111,7 +109,7 @@ class Preparer:
                 "gpus": ",".join(sorted({entry.gpu_uuid for entry in record.devices})),
             },
         )
-        specs = held.cdi.specs
+        specs = stores.cdi.specs
         return [
             PreparedDevice(entry.requests, entry.pool, entry.device, (specs.device_id(record.uid, entry.device),))
             for entry in record.devices
@@ -122,45 +120,45 @@ class Preparer:
 
         From the first call on the claim needs to be released: what can't be removed now, ClaimReconciler removes later.
         """
-        held = self._held
-        if held.checkpoint.is_unrecorded(reference.uid):
-            if not held.cdi.has(reference.uid):
+        stores = self._stores
+        if stores.checkpoint.is_unrecorded(reference.uid):
+            if not stores.cdi.has(reference.uid):
                 raise StateError(
                     f"claim {reference}: its checkpoint record is unreadable or missing, and so is its CDI spec; it is "
                     "released once the record was rebuilt from the claim, or the API server has said that it is gone; "
                     "if its GPU is gone for good, force-delete the pod"
                 )
-            self.cleanup.begin_release(reference)
-        with held.locks.hold([claim_key(reference.uid)], f"unpreparing claim {reference}"):
-            record = held.checkpoint.get(reference.uid)
+            self.cleanup.record_for_release(reference)
+        with stores.locks.hold([claim_key(reference.uid)], f"unpreparing claim {reference}"):
+            record = stores.checkpoint.get(reference.uid)
             if record is None:
                 return
-            with held.locks.hold(record.gpu_uuids, f"claim {reference}"):
+            with stores.locks.hold(record.gpu_uuids, f"claim {reference}"):
                 self.cleanup.release(record)
         log.info("unprepared claim", extra={"claim": str(reference)})
 
     def losses(self) -> Iterator[tuple[ClaimRecord, Sequence[str]]]:
         """The prepared claims, and what each has lost. A claim that changes meanwhile is checked again before a
         repair."""
-        records = self._held.prepared()
+        records = self._stores.prepared()
         try:
-            specs = set(self._held.cdi.claim_uids())
+            specs = set(self._stores.cdi.claim_uids())
         except RecoverableError as error:
             log.warning("can't list the CDI specs", extra={"error": str(error)})
             specs = {record.uid for record in records}
-        existing = {uuid: self._partitions_on(uuid) for record in records for uuid in record.gpu_uuids}
+        partitions_by_gpu = {uuid: self._partitions_on(uuid) for record in records for uuid in record.gpu_uuids}
         for record in records:
             lost = [] if record.uid in specs else ["its CDI spec"]
             for entry in record.devices:
-                partitions = existing[entry.gpu_uuid]
+                partitions = partitions_by_gpu[entry.gpu_uuid]
                 if entry.kind is DeviceKind.PARTITION and partitions is not None and entry.partition not in partitions:
                     lost.append(entry.device)
             yield record, lost
 
     def _partitions_on(self, uuid: str) -> Sequence[Partition] | None:
         """The partitions of a GPU; None if it does not answer: then nothing counts as lost."""
-        gpu = self._held.inventory.gpu(uuid)
-        if gpu is None or self._held.inventory.fault(gpu) is not None:
+        gpu = self._stores.inventory.gpu(uuid)
+        if gpu is None or self._stores.inventory.fault(gpu) is not None:
             return None
         try:
             return self._partitions.host.partitions(gpu)
@@ -172,20 +170,20 @@ class Preparer:
 
         A partition that is created again has another UUID: only containers that start afterwards get it.
         """
-        held = self._held
-        with held.locks.hold([claim_key(uid)], f"repairing claim {uid}"):
-            record = held.checkpoint.get(uid)
-            if record is None or not record.prepared_in_this_boot(held.boot):
+        stores = self._stores
+        with stores.locks.hold([claim_key(uid)], f"repairing claim {uid}"):
+            record = stores.checkpoint.get(uid)
+            if record is None or not record.prepared_in_this_boot(stores.boot):
                 return False
-            with held.locks.hold(record.gpu_uuids, f"repairing claim {record}"):
+            with stores.locks.hold(record.gpu_uuids, f"repairing claim {record}"):
                 devices = [self._as_recorded(record, entry) for entry in record.devices]
-                self._finish(str(record), record, devices)
+                self._ensure_prepared(record, devices, {})
         self._changes.report(NodeChange.PREPARED)
         return True
 
     def _as_recorded(self, record: ClaimRecord, entry: DeviceRecord) -> AllocatedDevice:
-        device = self._held.recorded_device(entry)
-        fault = None if device is None else self._held.inventory.fault(device.gpu)
+        device = self._stores.recorded_device(entry)
+        fault = None if device is None else self._stores.inventory.fault(device.gpu)
         if device is None or fault is not None:
             raise HardwareError(f"claim {record}: {entry.device} can't be used at present: {fault or 'no such device'}")
         return AllocatedDevice(device, entry.requests, entry.time_slice)
@@ -193,54 +191,54 @@ class Preparer:
     # The caller holds the locks of the claim and of its GPUs
 
     def _prepare_allocated(
-        self, reference: ClaimReference, name: str, record: ClaimRecord | None, allocated: Sequence[AllocatedDevice]
+        self, reference: ClaimReference, record: ClaimRecord | None, allocated: Sequence[AllocatedDevice]
     ) -> ClaimRecord:
         """Prepare these devices, after undoing an earlier allocation of the claim, which ``record`` may be of."""
-        held = self._held
+        stores = self._stores
         if record is not None and {entry.device for entry in record.devices} != {
             item.device.name for item in allocated
         }:
-            extra = {"claim": name, "devices": ",".join(entry.device for entry in record.devices)}
+            extra = {"claim": str(record), "devices": ",".join(entry.device for entry in record.devices)}
             log.warning("claim was allocated anew while it was prepared: releasing the earlier devices", extra=extra)
             self.cleanup.release(record)
             record = None
-        refuse_overlap(reference, allocated, held.inventory)
+        refuse_overlap(reference, allocated, stores.inventory)
         # Held before the intent is on disk: concurrent work must find the devices taken.
-        held.inventory.hold(reference, [item.device for item in allocated])
+        stores.inventory.hold(reference, [item.device for item in allocated])
         # Containers may be running on devices that were prepared before, also if the record was lost.
-        if record is None and held.checkpoint.is_unrecorded(reference.uid):
-            finished = self._finish(name, self._adopt(reference, name, allocated), allocated)
-        elif record is not None and record.prepared_in_this_boot(held.boot):
-            finished = self._finish(name, record, allocated)
+        if record is None and stores.checkpoint.is_unrecorded(reference.uid):
+            prepared = self._ensure_prepared(self._rebuild_record(reference, allocated), allocated, {})
+        elif record is not None and record.prepared_in_this_boot(stores.boot):
+            prepared = self._ensure_prepared(record, allocated, {})
         else:
-            finished = self._make(reference, name, record, allocated)
-        if finished is not record:
+            prepared = self._prepare_first(reference, record, allocated)
+        if prepared is not record:
             self._changes.report(NodeChange.PREPARED)
-        return finished
+        return prepared
 
-    def _make(
-        self, reference: ClaimReference, name: str, record: ClaimRecord | None, allocated: Sequence[AllocatedDevice]
+    def _prepare_first(
+        self, reference: ClaimReference, record: ClaimRecord | None, allocated: Sequence[AllocatedDevice]
     ) -> ClaimRecord:
         """Prepare a claim that is not prepared; ``record`` is of an attempt that was cut off. A failure is undone."""
-        held = self._held
-        modes: dict[str, bool] = {}
+        stores = self._stores
+        mig_modes: dict[str, bool] = {}
         try:
             # Refuse the claim before anything is created if the CDI directory has no space for its spec.
-            with self._step(NodeStep.RESERVE_CDI_SPEC, claim=name):
-                held.cdi.reserve(reference.uid, len(allocated))
+            with self._step(NodeStep.RESERVE_CDI_SPEC, claim=reference):
+                stores.cdi.reserve(reference.uid, len(allocated))
             if record is None:
-                with self._step(NodeStep.CHECK_FREE, claim=name):
+                with self._step(NodeStep.CHECK_FREE, claim=reference):
                     for item in allocated:
-                        if not held.inventory.existing(item.device):
-                            modes[item.device.gpu.uuid] = self._partitions.check_free(item.device)
+                        if not stores.inventory.is_preexisting(item.device):
+                            mig_modes[item.device.gpu.uuid] = self._partitions.check_free(item.device)
                 record = self._new_record(reference, allocated, "preparing")
                 # Unless a partition, MIG mode or a time slice is changed, a power cut leaves nothing to undo.
                 changes_gpu = any(
-                    modes.get(entry.gpu_uuid) or entry.profile or entry.time_slice for entry in record.devices
+                    mig_modes.get(entry.gpu_uuid) or entry.profile or entry.time_slice for entry in record.devices
                 )
-                with self._step(NodeStep.WRITE_INTENT, claim=name):
-                    held.checkpoint.put(record, durable=changes_gpu)
-            return self._finish(name, record, allocated, modes)
+                with self._step(NodeStep.WRITE_INTENT, claim=reference):
+                    stores.checkpoint.put(record, durable=changes_gpu)
+            return self._ensure_prepared(record, allocated, mig_modes)
         except RecoverableError:
             self._undo_quietly(reference)
             raise
@@ -248,14 +246,14 @@ class Preparer:
     def _new_record(
         self, reference: ClaimReference, allocated: Sequence[AllocatedDevice], phase: Literal["preparing", "prepared"]
     ) -> ClaimRecord:
-        held = self._held
+        stores = self._stores
         entries = [
             device_record(
                 item.device,
-                held.pool.name,
+                stores.pool.name,
                 item.requests,
-                held.inventory.number(item.device.gpu),
-                existing=held.inventory.existing(item.device),
+                stores.inventory.number(item.device.gpu),
+                preexisting=stores.inventory.is_preexisting(item.device),
                 time_slice=item.time_slice,
             )
             for item in allocated
@@ -267,75 +265,71 @@ class Preparer:
             uid=reference.uid,
             phase=phase,
             devices=tuple(entries),
-            boot=held.boot,
+            boot=stores.boot,
         )
 
-    def _adopt(self, reference: ClaimReference, name: str, allocated: Sequence[AllocatedDevice]) -> ClaimRecord:
+    def _rebuild_record(self, reference: ClaimReference, allocated: Sequence[AllocatedDevice]) -> ClaimRecord:
         """Write a record of a claim whose record was lost. It is in use: the record never says that it needs release.
 
         A partition at the placement of a device is the claim's own; a GPU that is held as a whole must have none.
         """
-        held = self._held
-        with self._step(NodeStep.CHECK_FREE, claim=name):
+        stores = self._stores
+        with self._step(NodeStep.CHECK_FREE, claim=reference):
             for item in allocated:
-                if item.device.profile is None and not held.inventory.existing(item.device):
+                if item.device.profile is None and not stores.inventory.is_preexisting(item.device):
                     self._partitions.check_free(item.device)
         record = self._new_record(reference, allocated, "prepared")
-        entries = [self._adopted(item.device, entry) for item, entry in zip(allocated, record.devices, strict=True)]
-        record = replace(record, devices=tuple(entries))
-        with self._step(NodeStep.WRITE_INTENT, claim=name):
-            held.checkpoint.put(record)
-        held.checkpoint.settle(reference.uid)
+        pairs = zip(allocated, record.devices, strict=True)
+        record = replace(record, devices=tuple(self._with_found_partition(item.device, entry) for item, entry in pairs))
+        with self._step(NodeStep.WRITE_INTENT, claim=reference):
+            stores.checkpoint.put(record)
+        stores.checkpoint.settle_unrecorded(reference.uid)
         return record
 
-    def _adopted(self, device: Device, entry: DeviceRecord) -> DeviceRecord:
-        """The record with the partition that exists already."""
+    def _with_found_partition(self, device: Device, entry: DeviceRecord) -> DeviceRecord:
+        """``entry`` with the partition that is at its placement now."""
         partition = self._partitions.find(device)
         if partition is not None and partition.complete and self._partitions.publishes_existing:
             # It may be a partition that Tessera did not create: it is never removed.
-            entry = replace(entry, existing=True)
+            entry = replace(entry, preexisting=True)
         return entry.with_partition(partition)
 
-    def _finish(
-        self,
-        name: str,
-        record: ClaimRecord,
-        allocated: Sequence[AllocatedDevice],
-        mig_modes: Mapping[str, bool] = NOTHING_CHECKED,
+    def _ensure_prepared(
+        self, record: ClaimRecord, allocated: Sequence[AllocatedDevice], mig_modes: dict[str, bool]
     ) -> ClaimRecord:
         """Make the partitions, write the CDI spec, write "prepared"; each only if it is not done yet.
 
-        ``mig_modes``: whether GPUs that were checked just now are in MIG mode, by UUID.
+        ``mig_modes``: whether GPUs that were checked just now are in MIG mode, by UUID; updated here.
         """
-        held, repeat = self._held, record.prepared_in_this_boot(self._held.boot)
+        stores, was_prepared = self._stores, record.prepared_in_this_boot(self._stores.boot)
         entries = {entry.device: entry for entry in record.devices}
-        modes = dict(mig_modes)
         devices: list[CdiDevice] = []
         for item in allocated:
             device, entry = item.device, entries[item.device.name]
-            if repeat:
+            if was_prepared:
                 partition = self._partitions.verify(device, entry)
             else:
-                partition = self._partitions.make(device, entry, modes.get(device.gpu.uuid))
-                if device.gpu.uuid in modes:
-                    modes[device.gpu.uuid] = partition is not None
+                partition = self._partitions.make(device, entry, mig_modes.get(device.gpu.uuid))
+                if device.gpu.uuid in mig_modes:
+                    # Making the device has switched the GPU: on for a partition, off otherwise.
+                    mig_modes[device.gpu.uuid] = partition is not None
             uuid = device.gpu.uuid if partition is None else str(partition.uuid)
             devices.append(CdiDevice(device.name, uuid, self._partitions.nodes(device.gpu, partition), device.shares))
             entries[device.name] = entry.with_partition(partition)
         for gpu in {item.device.gpu.uuid: item.device.gpu for item in allocated}.values():
             if any(entry.time_slice is not None and entry.gpu_uuid == gpu.uuid for entry in record.devices):
                 self._time_slices.apply(gpu, record)
-        with self._step(NodeStep.WRITE_CDI_SPEC, claim=name):
-            spec_written = held.cdi.write(record.uid, devices, reserved=not repeat)
-        finished = replace(record, phase="prepared", devices=tuple(entries.values()), boot=held.boot, releasing=False)
-        if finished == record:
-            finished = record
+        with self._step(NodeStep.WRITE_CDI_SPEC, claim=record):
+            spec_written = stores.cdi.write(record.uid, devices, reserved=not was_prepared)
+        prepared = replace(record, phase="prepared", devices=tuple(entries.values()), boot=stores.boot, releasing=False)
+        if prepared == record:
+            prepared = record
         else:
-            with self._step(NodeStep.WRITE_PREPARED, claim=name):
-                held.checkpoint.put(finished)
-        if repeat:
-            self._report_repairs(record, finished, spec_written=spec_written)
-        return finished
+            with self._step(NodeStep.WRITE_PREPARED, claim=record):
+                stores.checkpoint.put(prepared)
+        if was_prepared:
+            self._report_repairs(record, prepared, spec_written=spec_written)
+        return prepared
 
     def _report_repairs(self, before: ClaimRecord, now: ClaimRecord, *, spec_written: bool) -> None:
         made = [
@@ -351,13 +345,13 @@ class Preparer:
             self._repaired(now, "; ".join(made))
 
     def _undo_quietly(self, reference: ClaimReference) -> None:
-        record = self._held.checkpoint.get(reference.uid)
+        record = self._stores.checkpoint.get(reference.uid)
         try:
             if record is not None:
                 self.cleanup.undo(record)
                 return
-            self._held.inventory.release(reference.uid)
-            self._held.cdi.unreserve(reference.uid)
+            self._stores.inventory.release(reference.uid)
+            self._stores.cdi.unreserve(reference.uid)
         except RecoverableError as error:
             extra = {"claim": str(reference), "error": str(error)}
             log.error("a failed prepare could not be undone; it stays recorded and is undone later", extra=extra)

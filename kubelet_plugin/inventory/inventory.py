@@ -232,7 +232,7 @@ class Inventory:
         with self._lock:
             return any(partitions.mask for partitions in self._foreign.values())
 
-    def existing(self, device: Device) -> bool:
+    def is_preexisting(self, device: Device) -> bool:
         """Whether ``device`` is a partition that Tessera did not create and offers as it is."""
         with self._lock:
             return device.name in self._foreign.get(device.gpu.uuid, ForeignPartitions()).offered

@@ -104,7 +104,7 @@ class Scanner:
             return False
         # Held before or after the list was read: claims may be prepared and released meanwhile.
         held = (*before, *inventory.held_on(gpu))
-        ours = {device.placement for device in held if not inventory.existing(device)}
+        ours = {device.placement for device in held if not inventory.is_preexisting(device)}
         foreign = self._foreign(
             inventory, gpu, [partition for partition in existing if partition.placement not in ours]
         )

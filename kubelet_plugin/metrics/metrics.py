@@ -23,7 +23,7 @@ from driver.kube.types import Claim
 from driver.model.gpu_health import ConditionType
 from driver.model.offer import DeviceKind
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
-from kubelet_plugin.claims.claim_stores import HeldClaims
+from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.health.monitor import GPU_UNHEALTHY, HealthMonitor
 from kubelet_plugin.health.recorded_faults import FaultSource
@@ -162,7 +162,7 @@ class NodeGauges(Collector):
     ``published``: names of the devices in the slices. ``now``: the clock of file times (seconds since 1970).
     """
 
-    node: HeldClaims
+    node: ClaimStores
     published: Callable[[], set[str]]
     health: HealthMonitor
     now: Callable[[], float] = time.time
@@ -173,7 +173,7 @@ class NodeGauges(Collector):
         unfinished = [record for record in records if record.needs_release]
         releasing = [record for record in records if record.releasing]
         devices = [device for record in records for device in record.devices]
-        cut = sum(1 for device in devices if device.partition is not None and not device.existing)
+        cut = sum(1 for device in devices if device.partition is not None and not device.preexisting)
         yield GaugeMetricFamily("tessera_partitions", "Partitions that Tessera has cut for claims.", cut)
         yield GaugeMetricFamily(
             "tessera_prepared_claims", "Claims whose devices are ready for their pods.", len(records) - len(unfinished)

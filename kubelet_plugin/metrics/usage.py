@@ -20,7 +20,7 @@ from driver.kube.client import KubeClient
 from driver.model.device import full_device
 from driver.model.offer import DeviceKind
 from driver.model.usage import UsageReading
-from kubelet_plugin.claims.claim_stores import HeldClaims
+from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.preparer import ClaimReader
 from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.status.events import PluginEvents
@@ -114,8 +114,8 @@ SERIES_PER_DEVICE = len(GAUGES) + len(COUNTERS) + 1
 class UsageCollector(Collector):
     """Reads only memory, in the thread of the scrape. What is unknown has no series."""
 
-    def __init__(self, held: HeldClaims, sampler: UsageSampler, now: Callable[[], float] = since_boot) -> None:
-        self._held, self._sampler, self._now = held, sampler, now
+    def __init__(self, stores: ClaimStores, sampler: UsageSampler, now: Callable[[], float] = since_boot) -> None:
+        self._stores, self._sampler, self._now = stores, sampler, now
 
     def collect(self) -> Iterable[Metric]:
         now, devices = self._now(), self._sampler.devices.values()
@@ -148,7 +148,7 @@ class UsageCollector(Collector):
             device.profile or NO_PROFILE_LABEL,
             device.device,
             f"gpu-{device.number}",
-            self._held.pool.node,
+            self._stores.pool.node,
             self._source(usage),
         ]
 
@@ -161,7 +161,7 @@ class UsageCollector(Collector):
         return MEMORY_SOURCE if usage.device.kind is DeviceKind.PARTITION else UTILIZATION_SOURCE
 
     def _gpus(self) -> Iterator[Metric]:
-        inventory, node = self._held.inventory, self._held.pool.node
+        inventory, node = self._stores.inventory, self._stores.pool.node
         slices = GaugeMetricFamily(
             "tessera_gpu_memory_slices", "Memory slices of a GPU.", labels=["node", "gpu", "product"]
         )
@@ -179,17 +179,22 @@ class UsageCollector(Collector):
 
 
 def usage_sampler(
-    settings: NodeSettings, held: HeldClaims, host: Host, client: KubeClient, claims: ClaimReader, events: PluginEvents
+    settings: NodeSettings,
+    stores: ClaimStores,
+    host: Host,
+    client: KubeClient,
+    claims: ClaimReader,
+    events: PluginEvents,
 ) -> UsageSampler:
     """The sampler of ``settings.usage_interval``."""
     # The processes on simulated GPUs are those of this machine.
     machine = HostPaths(HOST if settings.simulated else settings.host_root, HOST)
 
     return UsageSampler(
-        held,
+        stores,
         host.usage_reader(),
         ClaimsAndPods(claims, machine),
-        TotalsFile(settings.state_dir, held.boot),
+        TotalsFile(settings.state_dir, stores.boot),
         settings.usage_interval or math.inf,
-        FullPartitions(PodReader(client), events, held.inventory, Clock()),
+        FullPartitions(PodReader(client), events, stores.inventory, Clock()),
     )

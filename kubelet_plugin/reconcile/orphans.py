@@ -28,7 +28,7 @@ from driver.errors import NOT_FOUND, ApiError, RecoverableError
 from driver.kube.json_sanitizing import decode
 from driver.kube.types import Claim
 from kubelet_plugin.checkpoint.records import ClaimRecord
-from kubelet_plugin.claims.claim_stores import HeldClaims
+from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.preparer import ClaimReader, Preparer
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.status.events import EventReason, PluginEvents
@@ -59,7 +59,7 @@ class Orphans:
 
     def __init__(
         self,
-        held: HeldClaims,
+        stores: ClaimStores,
         preparer: Preparer,
         claims: ClaimReader,
         events: PluginEvents,
@@ -67,13 +67,13 @@ class Orphans:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``count`` receives the kind of each orphan that was dealt with: ``claim``, ``cdi-spec`` or ``record``."""
-        self._held, self._preparer, self._cleanup, self._claims = held, preparer, preparer.cleanup, claims
+        self._stores, self._preparer, self._cleanup, self._claims = stores, preparer, preparer.cleanup, claims
         self._events, self._count, self._clock = events, count, clock
         self._gone_since: dict[str, float] = {}
         self._reported: set[str] = set()
         self._searched = False
         self._due = clock() + START_DELAY_SECONDS
-        for uid in held.checkpoint.aside:
+        for uid in stores.checkpoint.aside:
             events.node(
                 EventReason.RECORD_UNREADABLE, f"the checkpoint record of claim {uid} can't be read; see the log"
             )
@@ -87,14 +87,14 @@ class Orphans:
             except RecoverableError as error:
                 log.warning("can't search for orphans now", extra={"error": str(error)})
                 pause = GRACE_PERIOD_SECONDS
-            soon = self._gone_since or self._held.checkpoint.unrecorded
+            soon = self._gone_since or self._stores.checkpoint.unrecorded
             self._due = self._clock() + (min(pause, GRACE_PERIOD_SECONDS) if soon else pause)
         return max(0.0, self._due - self._clock())
 
     def _search(self) -> None:
         self._search_unrecorded()
-        records = [record for record in self._held.checkpoint.records() if not record.needs_release]
-        recorded = {record.uid for record in records} | self._held.checkpoint.unrecorded
+        records = [record for record in self._stores.checkpoint.records() if not record.needs_release]
+        recorded = {record.uid for record in records} | self._stores.checkpoint.unrecorded
         self._gone_since = {uid: since for uid, since in self._gone_since.items() if uid in recorded}
         for record in records:
             if self._is_gone(record, any_age=True) and self._long_enough(record.uid):
@@ -120,7 +120,7 @@ class Orphans:
 
     def _allocated(self, claim: Claim) -> set[str]:
         """The devices of this node that are allocated to ``claim``."""
-        allocation, pool = claim.status.allocation, self._held.pool
+        allocation, pool = claim.status.allocation, self._stores.pool
         results = allocation.devices.results if allocation is not None else ()
         return {result.device for result in results if (result.driver, result.pool) == (pool.driver, pool.name)}
 
@@ -146,20 +146,20 @@ class Orphans:
 
     def _search_unrecorded(self) -> None:
         """Rebuild unreadable or missing records of claims that are allocated; release claims that are not any more."""
-        held = self._held
-        for uid in held.cdi.claim_uids():
-            if held.checkpoint.get(uid) is None and uid not in held.checkpoint.unrecorded:
+        stores = self._stores
+        for uid in stores.cdi.claim_uids():
+            if stores.checkpoint.get(uid) is None and uid not in stores.checkpoint.unrecorded:
                 self._cleanup.note_stray_spec(uid)
-        search = not self._searched and held.inventory.foreign
-        if held.checkpoint.unrecorded or search:
+        search = not self._searched and stores.inventory.foreign
+        if stores.checkpoint.unrecorded or search:
             claims = {claim.metadata.uid: claim for claim in self._claims.read_all()}
             for claim in claims.values() if search else ():
                 self._note_if_partitions_exist(claim)
-            for uid in sorted(held.checkpoint.unrecorded - held.checkpoint.aside - self._reported):
+            for uid in sorted(stores.checkpoint.unrecorded - stores.checkpoint.aside - self._reported):
                 self._reported.add(uid)
                 message = f"the checkpoint record of claim {uid} is missing; nothing of it is removed while it exists"
                 self._events.node(EventReason.RECORD_MISSING, message)
-            for uid in sorted(held.checkpoint.unrecorded):
+            for uid in sorted(stores.checkpoint.unrecorded):
                 self._settle(uid, claims.get(uid))
         self._searched = True
 
@@ -168,19 +168,19 @@ class Orphans:
 
         An allocation alone proves nothing: the partition at that placement may have another origin.
         """
-        uid, held = claim.metadata.uid, self._held
-        is_recorded = held.checkpoint.get(uid) is not None or uid in held.checkpoint.unrecorded
-        devices = [] if is_recorded else [held.inventory.device(name) for name in sorted(self._allocated(claim))]
+        uid, stores = claim.metadata.uid, self._stores
+        is_recorded = stores.checkpoint.get(uid) is not None or uid in stores.checkpoint.unrecorded
+        devices = [] if is_recorded else [stores.inventory.device(name) for name in sorted(self._allocated(claim))]
         uuids = self._reported_uuids(claim) if devices else {}
         if devices and all(
             device is not None and self._cleanup.partition_exists(uid, device, uuids.get(device.name))
             for device in devices
         ):
-            held.checkpoint.note_missing(uid)
+            stores.checkpoint.note_missing(uid)
 
     def _reported_uuids(self, claim: Claim) -> dict[str, str]:
         """UUIDs by device in ``status.devices`` of ``claim``, as this node's plugin wrote them."""
-        pool, uuids = self._held.pool, {}
+        pool, uuids = self._stores.pool, {}
         for entry in claim.status.devices:
             if (entry.driver, entry.pool) == (pool.driver, pool.name):
                 with suppress(msgspec.MsgspecError):
@@ -218,8 +218,8 @@ class Orphans:
         if busy:
             self._events.node(EventReason.ORPHAN_IN_USE, f"{where} is gone, and can't be released: {busy}")
             return
-        kind = "record" if reference.uid in self._held.checkpoint.aside else "cdi-spec"
-        if self._cleanup.begin_release(reference):
+        kind = "record" if reference.uid in self._stores.checkpoint.aside else "cdi-spec"
+        if self._cleanup.record_for_release(reference):
             self._cleanup.finish_release(reference.uid)
         self._count(kind)
         self._events.node(EventReason.ORPHAN_RELEASED, f"{where} is gone: released what its CDI spec named")

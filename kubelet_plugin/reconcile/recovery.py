@@ -19,7 +19,7 @@ from driver.kube.work_loop import Loop
 from driver.model.gpu import Gpu
 from driver.model.gpu_health import ConditionType
 from kubelet_plugin.checkpoint.records import ClaimRecord
-from kubelet_plugin.claims.claim_stores import HeldClaims
+from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.cleanup import ClaimCleanup
 from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
 from kubelet_plugin.claims.preparer import Preparer
@@ -42,19 +42,19 @@ WORKERS = 16
 """Attempts at once. Those for one GPU that hangs wait for its lock, each as long as the timeout of a lock."""
 
 
-def recover(held: HeldClaims, cleanup: ClaimCleanup, steps: StepRunner) -> None:
+def recover(stores: ClaimStores, cleanup: ClaimCleanup, steps: StepRunner) -> None:
     """Hold the devices of all records and undo unfinished claims. Call it once, before the first prepare.
 
     A claim that was being prepared is undone: the kubelet got no answer and will ask again. So is one that was being
     unprepared. Never raises for a single claim: what fails is logged and stays held.
     """
-    records = held.checkpoint.records()
+    records = stores.checkpoint.records()
     for record in records:
-        held.hold_record(record)
+        stores.hold_record(record)
     with steps(NodeStep.TIDY_CDI_SPECS):
-        _tidy_specs(held)
+        _tidy_specs(stores)
     for record in records:
-        with steps(NodeStep.RECOVER_RECORD, claim=str(record)):
+        with steps(NodeStep.RECOVER_RECORD, claim=record):
             try:
                 if record.needs_release:
                     cleanup.finish_release(record.uid)
@@ -63,17 +63,17 @@ def recover(held: HeldClaims, cleanup: ClaimCleanup, steps: StepRunner) -> None:
                 log.error("can't release what is left of a claim yet", extra=extra)
 
 
-def _tidy_specs(held: HeldClaims) -> None:
+def _tidy_specs(stores: ClaimStores) -> None:
     """Remove half-written specs; hold the devices of specs whose claim has no readable record."""
     try:
-        held.cdi.remove_half_written()
-        for uid in held.cdi.claim_uids():
-            if held.checkpoint.get(uid) is None:
-                held.checkpoint.note_missing(uid)
+        stores.cdi.remove_half_written()
+        for uid in stores.cdi.claim_uids():
+            if stores.checkpoint.get(uid) is None:
+                stores.checkpoint.note_missing(uid)
     except RecoverableError as error:
         log.error("can't tidy the CDI directory", extra={"error": str(error)})
-    for uid in held.checkpoint.unrecorded:
-        held.hold_unrecorded(uid)
+    for uid in stores.checkpoint.unrecorded:
+        stores.hold_unrecorded(uid)
 
 
 class ClaimReconciler:
@@ -81,14 +81,14 @@ class ClaimReconciler:
 
     def __init__(
         self,
-        held: HeldClaims,
+        stores: ClaimStores,
         preparer: Preparer,
         events: PluginEvents,
         report_condition: Callable[[str, ConditionType, str | None], None],
         find_orphans: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._held, self._preparer, self._events = held, preparer, events
+        self._stores, self._preparer, self._events = stores, preparer, events
         self._report_condition, self._find_orphans, self._clock = report_condition, find_orphans, clock
         self._unreleased_since: dict[str, float] = {}
         self._tried_at: dict[str, float] = {}
@@ -105,15 +105,15 @@ class ClaimReconciler:
 
     def handle_scan(self, _answering: Sequence[Gpu]) -> None:
         """Restore a missing CDI directory; reconcile soon if a prepared claim has no spec. Lists one directory."""
-        prepared = {record.uid for record in self._held.prepared()}
+        prepared = {record.uid for record in self._stores.prepared()}
         with suppress(RecoverableError):  # its probe reports a directory that is not writable
-            self._held.cdi.restore()
-            if not prepared.issubset(self._held.cdi.claim_uids()):
+            self._stores.cdi.restore()
+            if not prepared.issubset(self._stores.cdi.claim_uids()):
                 self.notify()
 
     def reconcile(self) -> float:
         """Release and repair claims. Return the number of seconds until the next round."""
-        unreleased = {record.uid: record for record in self._held.checkpoint.records() if record.needs_release}
+        unreleased = {record.uid: record for record in self._stores.checkpoint.records() if record.needs_release}
         self._forget(unreleased)
         for uid in unreleased:
             self._unreleased_since.setdefault(uid, self._clock())
@@ -137,7 +137,7 @@ class ClaimReconciler:
     def _forget(self, unreleased: Mapping[str, ClaimRecord]) -> None:
         """Forget claims that have ended or do not need to be released any more."""
         self._unreleased_since = {uid: since for uid, since in self._unreleased_since.items() if uid in unreleased}
-        recorded = {record.uid for record in self._held.checkpoint.records()}
+        recorded = {record.uid for record in self._stores.checkpoint.records()}
         self._tried_at = {uid: at for uid, at in self._tried_at.items() if uid in recorded}
         for uid, kind in list(self._reported):
             if uid not in (unreleased if kind is ConditionType.STUCK else recorded):

@@ -16,7 +16,7 @@ from driver.hardware.usage import UsageReader
 from driver.model.offer import DeviceKind
 from driver.model.usage import UsageReading, UsageTarget, UsageTotals
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
-from kubelet_plugin.claims.claim_stores import HeldClaims
+from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.usage.labels import ClaimLabels, ClaimsAndPods, reading_of_share
 from kubelet_plugin.usage.totals import TotalsFile
 
@@ -90,7 +90,7 @@ class UsageSampler:
 
     def __init__(
         self,
-        held: HeldClaims,
+        stores: ClaimStores,
         reader: UsageReader,
         claims: ClaimsAndPods,
         totals_file: TotalsFile,
@@ -98,7 +98,7 @@ class UsageSampler:
         follower: UsageFollower,
         clock: Callable[[], float] = since_boot,
     ) -> None:
-        self._held, self._reader, self._claims = held, reader, claims
+        self._stores, self._reader, self._claims = stores, reader, claims
         self._file, self._interval, self._follower, self._clock = totals_file, interval_seconds, follower, clock
         self._timeouts = TimeoutRunner(GPU_READ_TIMEOUT_SECONDS)
         self._saved = totals_file.load(clock())
@@ -151,9 +151,9 @@ class UsageSampler:
 
     def _current(self, now: float) -> dict[Key, MeasuredDevice]:
         """The devices of all prepared claims and of those that ended lately, with the time until ``now`` counted."""
-        boot = self._held.boot
+        boot = self._stores.boot
         current: dict[Key, MeasuredDevice] = {}
-        for record in self._held.checkpoint.records():
+        for record in self._stores.checkpoint.records():
             if not record.prepared_in_this_boot(boot):
                 continue
             for device in record.devices:
@@ -175,7 +175,7 @@ class UsageSampler:
         self._due.pop(device.gpu_uuid, None)
         totals = self._saved.pop((record.uid, device.device), None)
         if totals is None:
-            gpu = self._held.inventory.gpu(device.gpu_uuid)
+            gpu = self._stores.inventory.gpu(device.gpu_uuid)
             slices = device.size or (1 if gpu is None else gpu.memory_slices) / device.shares
             totals = UsageTotals(slices=float(slices), counted_at=now, active_at=now)
         begun = MeasuredDevice(record, device, totals, since=now)
@@ -239,7 +239,7 @@ class UsageSampler:
         """Why claims on a GPU have no activity, by the UUIDs of the GPUs that claims hold."""
         reasons: dict[str, str] = {}
         for usage in self.devices.values():
-            gpu = self._held.inventory.gpu(usage.device.gpu_uuid)
+            gpu = self._stores.inventory.gpu(usage.device.gpu_uuid)
             if gpu is None or usage.ended_at is not None:
                 continue
             if usage.reading is None:

@@ -24,7 +24,7 @@ from kubelet_plugin.cdi.spec_format import SpecFormat
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, held_shares
-from kubelet_plugin.claims.claim_stores import HeldClaims
+from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.cleanup import ClaimCleanup
 from kubelet_plugin.claims.killable_steps import Observer, StepRunner, Took
 from kubelet_plugin.claims.partitions import Partitions
@@ -83,7 +83,7 @@ class NodeUnderTest:
     root: Path
     simulated: SimulatedNode
     host: Host
-    node: HeldClaims
+    node: ClaimStores
     preparer: Preparer
     cleanup: ClaimCleanup
     scanner: Scanner
@@ -155,7 +155,7 @@ def start_node(
             each(record, made)
 
     steps = StepRunner(observer, took)
-    held = HeldClaims(pool=pool, inventory=inventory, checkpoint=checkpoint, cdi=cdi, locks=locks, boot=boot_id(paths))
+    held = ClaimStores(pool=pool, inventory=inventory, checkpoint=checkpoint, cdi=cdi, locks=locks, boot=boot_id(paths))
     partitions = Partitions(host, inventory, steps, publishes_existing=choice.publish_existing)
     time_slices = TimeSlices(host, checkpoint, steps)
     preparer = Preparer(api, held, partitions, time_slices, KeptChanges(changes), tell, steps)

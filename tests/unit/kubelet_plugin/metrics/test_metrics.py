@@ -18,7 +18,7 @@ from driver.kube.types import Claim, ReportedDevice
 from driver.model.device import Device
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks, LockTimeoutError
 from kubelet_plugin.checkpoint.records import ClaimRecord
-from kubelet_plugin.claims.claim_stores import HeldClaims
+from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.health.monitor import GPU_UNHEALTHY
 from kubelet_plugin.inventory.inventory import ClaimReference
@@ -36,7 +36,7 @@ SMALL, OTHER, FULL = "gpu-0-mig-1g10gb-0", "gpu-0-mig-1g10gb-1", "gpu-1"
 CLAIMS = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims"
 
 
-Sources = tuple[HeldClaims, Callable[[], set[str]], Any]
+Sources = tuple[ClaimStores, Callable[[], set[str]], Any]
 """What the gauges are computed from."""
 
 
