@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import fsum
 from typing import NamedTuple
 
@@ -118,6 +119,7 @@ class Report:
 
 
 KeyOf = Callable[[UsageRecord], tuple[str | None, ...]]
+PriceOf = Callable[[UsageRecord], float | None]
 
 
 def summarize(reading: Reading, key_of: KeyOf, prices: Prices | None, idle_seconds: float) -> Report:
@@ -125,15 +127,16 @@ def summarize(reading: Reading, key_of: KeyOf, prices: Prices | None, idle_secon
     groups: dict[tuple[str | None, ...], list[UsageRecord]] = defaultdict(list)
     for device in reading.devices:
         groups[key_of(device)].append(device)
-    rows = [_row(key, found, reading.gpus, prices, idle_seconds) for key, found in groups.items()]
+    price_of = None if prices is None else partial(_slice_price, reading.gpus, prices)
+    rows = [_row(key, devices, price_of, idle_seconds) for key, devices in groups.items()]
     rows.sort(key=lambda row: (-row.amounts.allocated, [part or "" for part in row.key]))
-    total = _row((), reading.devices, reading.gpus, prices, idle_seconds)
+    total = _row((), reading.devices, price_of, idle_seconds)
     unknown: dict[str, list[float]] = defaultdict(list)
     unpriced: dict[str, list[float]] = defaultdict(list)
     for device in reading.devices:
         if device.used is None:
             unknown[reading.reasons.get(device.gpu, NO_REASON)].append(device.allocated)
-        if prices is not None and _price_of(device, reading.gpus, prices) is None:
+        if price_of is not None and price_of(device) is None:
             gpu = reading.gpus.get(device.gpu)
             unpriced[UNKNOWN_PRODUCT if gpu is None else gpu.product].append(device.allocated)
     return Report(reading, rows, total, _largest_first(unknown), _largest_first(unpriced))
@@ -145,11 +148,7 @@ def _largest_first(amounts: Mapping[str, list[float]]) -> Mapping[str, float]:
 
 
 def _row(
-    key: tuple[str | None, ...],
-    devices: Sequence[UsageRecord],
-    gpus: Mapping[GpuOfNode, GpuSlices],
-    prices: Prices | None,
-    idle_seconds: float,
+    key: tuple[str | None, ...], devices: Sequence[UsageRecord], price_of: PriceOf | None, idle_seconds: float
 ) -> Row:
     memories = [device.memory for device in devices if device.memory is not None]
     memory = (fsum(used for used, _ in memories), fsum(total for _, total in memories)) if memories else None
@@ -161,8 +160,8 @@ def _row(
     idle = (all(seconds is not None and seconds >= idle_seconds for seconds in times) for times in measured)
     idle_claims = sum(idle) if measured else None
     amounts, cost, unpriced = _amounts((device, 1.0) for device in devices), None, 0.0
-    if prices is not None:
-        rates = [(device, _price_of(device, gpus, prices)) for device in devices]
+    if price_of is not None:
+        rates = [(device, price_of(device)) for device in devices]
         priced = [(device, rate) for device, rate in rates if rate is not None]
         cost = _amounts(priced) if priced else None
         unpriced = fsum(device.allocated for device, rate in rates if rate is None)
@@ -179,7 +178,7 @@ def _amounts(devices: Iterable[tuple[UsageRecord, float]]) -> Amounts:
     )
 
 
-def _price_of(device: UsageRecord, gpus: Mapping[GpuOfNode, GpuSlices], prices: Prices) -> float | None:
+def _slice_price(gpus: Mapping[GpuOfNode, GpuSlices], prices: Prices, device: UsageRecord) -> float | None:
     """The price of a slice for an hour; None if the product has no price or is unknown."""
     gpu = gpus.get(device.gpu)
     price = None if gpu is None else prices.price_of(gpu.product)
