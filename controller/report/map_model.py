@@ -131,9 +131,9 @@ def requested_kinds(view: ClusterView) -> frozenset[OfferKind]:
     return kinds.kinds
 
 
-def cluster_map(view: ClusterView, requested: Collection[OfferKind]) -> Iterator[MapNode]:
-    """All nodes in order of name, one at a time; ``requested`` decides which free slices are stranded."""
-    snapshot, kinds = view.snapshot, frozenset(requested)
+def cluster_map(view: ClusterView) -> Iterator[MapNode]:
+    """All nodes in order of name, one at a time."""
+    snapshot, kinds = view.snapshot, requested_kinds(view)
     offers: dict[str, list[Offer]] = {}
     for offer in view.devices.offered:
         offers.setdefault(offer.gpu, []).append(offer)

@@ -16,7 +16,7 @@ from controller.cluster.fleet import FleetGpu
 from controller.explain.changes import HelpfulChange
 from controller.report.claim_explainer import Explainer, Explanation
 from controller.report.cluster_view import ClusterView
-from controller.report.map_model import MapNode, Value, cluster_map, requested_kinds
+from controller.report.map_model import MapNode, Value, cluster_map
 from controller.report.map_summary import MapSummary
 
 MAX_PENDING = 500
@@ -113,7 +113,7 @@ def unpacked(packed: bytes) -> Iterator[bytes]:
 def content_of(view: ClusterView, in_detail: Callable[[], bool]) -> PageContent:
     """The content for one view. ``in_detail`` says, claim by claim, whether there is time for what would help."""
     summary, nodes = MapSummary(), {}
-    for node in cluster_map(view, requested_kinds(view)):
+    for node in cluster_map(view):
         summary.add(node)
         encoded = encode(_node(node, view.fleet.nodes.get(node.name, ())))
         nodes[node.name] = zlib.compress(encoded, zlib.Z_BEST_SPEED)

@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from controller.report.cluster_view import ClusterView, read_cluster, watch_cluster
-from controller.report.map_model import cluster_map, requested_kinds
+from controller.report.map_model import cluster_map
 from controller.report.map_summary import MapFilter, summarize
 from driver.errors import UsageError
 from driver.kube.client import KubeClient
@@ -72,7 +72,7 @@ def map(  # noqa: A001 - the name of the command
     chosen = MapFilter(**filters)
 
     def render(view: ClusterView) -> str:
-        nodes = chosen.apply(cluster_map(view, requested_kinds(view)))
+        nodes = chosen.apply(cluster_map(view))
         if output == "svg":
             return map_as_svg(nodes)
         if output == "json":

@@ -20,7 +20,7 @@ from controller.cluster.node_views import NodeViews, PoolPart, PublishedSlice
 from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import Queue
 from controller.report.cluster_view import ClusterView
-from controller.report.map_model import MapNode, cluster_map, requested_kinds
+from controller.report.map_model import MapNode, cluster_map
 from driver.kube.types import GpuNodePlan
 from driver.model.plan import GpuReport, encode_inventory
 from driver.slices.pool_names import Pool
@@ -110,7 +110,7 @@ class MapCluster:
 
     def map(self) -> tuple[MapNode, ...]:
         view = self.view()
-        return tuple(cluster_map(view, requested_kinds(view)))
+        return tuple(cluster_map(view))
 
 
 def _shares(device: str, shares: dict[int, int]) -> int:

@@ -209,10 +209,9 @@ def test_spans_and_summary_agree_with_the_controllers_metrics(
         shares=shares, foreign=foreign, fault=fault,
     ).offers("n", *(f"gpu-0-mig-{profile}-{start}" for profile, start in offered))  # fmt: skip
     view = cluster.view()
-    kinds = requested_kinds(view)
-    nodes = tuple(cluster_map(view, kinds))
+    nodes = tuple(cluster_map(view))
     [summary] = summarize(nodes)
-    expected = capacity_of(view.fleet, view.devices.offered, kinds).slices
+    expected = capacity_of(view.fleet, view.devices.offered, requested_kinds(view)).slices
     assert summary.slices == {state: expected.get((H100, state), 0) for state in SliceState}
     [gpu] = nodes[0].gpus
     if not gpu.is_divided:
