@@ -66,7 +66,7 @@ class KubeClient:
         return self._request("GET", path, query=query)
 
     def get_object(self, path: str) -> Object:
-        return _object("GET", path, self.get(path))
+        return self._object("GET", path)
 
     def find(self, path: str) -> Object | None:
         """Get an object; None if it does not exist."""
@@ -78,14 +78,14 @@ class KubeClient:
         return None
 
     def create(self, path: str, body: Object, query: Mapping[str, str] | None = None) -> Object:
-        return _object("POST", path, self._request("POST", path, query=query, body=body))
+        return self._object("POST", path, body, query)
 
     def replace(self, path: str, body: Object, query: Mapping[str, str] | None = None) -> Object:
-        return _object("PUT", path, self._request("PUT", path, query=query, body=body))
+        return self._object("PUT", path, body, query)
 
     def patch(self, path: str, body: Object) -> Object:
         """Merge ``body`` into the object; None deletes a key. Without a resourceVersion there is no precondition."""
-        return _object("PATCH", path, self._request("PATCH", path, body=body, content=MERGE_PATCH))
+        return self._object("PATCH", path, body, content=MERGE_PATCH)
 
     def patch_existing(self, path: str, body: Object) -> Object | None:
         """Like ``patch``; None if the object does not exist, or does not have the ``metadata.uid`` in ``body``."""
@@ -110,7 +110,7 @@ class KubeClient:
         object with 404 or 409 (nothing is created).
         """
         query = {"fieldManager": manager, "force": str(force).lower()}
-        _object("PATCH", path, self._request("PATCH", path, query=query, body=body, content=APPLY_PATCH))
+        self._object("PATCH", path, body, query, content=APPLY_PATCH)
 
     def delete(
         self, path: str, uid: str | None = None, grace_s: int | None = None, *, missing_ok: bool = False
@@ -123,7 +123,7 @@ class KubeClient:
         if grace_s is not None:
             body["gracePeriodSeconds"] = grace_s
         try:
-            self._request("DELETE", path, body=body or None)
+            self._request("DELETE", path, body or None)
         except ApiError as error:
             if error.status != NOT_FOUND or not missing_ok:
                 raise
@@ -143,13 +143,26 @@ class KubeClient:
         finally:
             response.close()
 
+    def _object(
+        self,
+        method: str,
+        path: str,
+        body: Object | None = None,
+        query: Mapping[str, str] | None = None,
+        content: str = JSON,
+    ) -> Object:
+        answer = self._request(method, path, body, query, content)
+        try:
+            return decode(answer, OBJECT)
+        except msgspec.MsgspecError as error:
+            raise ApiError(f"{method} {path}: the answer is no JSON object: {error}") from error
+
     def _request(
         self,
         method: str,
         path: str,
-        *,
-        query: Mapping[str, str] | None = None,
         body: Object | None = None,
+        query: Mapping[str, str] | None = None,
         content: str = JSON,
     ) -> bytes:
         with self._observed(method, path, query) as outcome:
@@ -287,13 +300,6 @@ def _refusal(method: str, path: str, response: Any) -> ApiError:
     except (msgspec.MsgspecError, KeyError):
         message = body.decode("utf-8", "replace") or str(response.reason)
     return ApiError(f"{method} {path}: {response.status}: {message[:ERROR_TEXT_LIMIT]}", response.status)
-
-
-def _object(method: str, path: str, body: bytes) -> Object:
-    try:
-        return decode(body, OBJECT)
-    except msgspec.MsgspecError as error:
-        raise ApiError(f"{method} {path}: the answer is no JSON object: {error}") from error
 
 
 OBJECT = msgspec.json.Decoder(Object)
