@@ -16,6 +16,9 @@ A message names the field or object, what was found and what would have been acc
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 FORBIDDEN, NOT_FOUND, CONFLICT, INVALID = 403, 404, 409, 422
 """Expected statuses of an ApiError: not permitted; missing; existing already, or changed meanwhile; not valid."""
 
@@ -52,6 +55,16 @@ class ApiError(RecoverableError):
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
+
+
+@contextmanager
+def accepted_status(*statuses: int) -> Iterator[None]:
+    """A block that an ApiError of one of these statuses ends without being raised, like ``contextlib.suppress``."""
+    try:
+        yield
+    except ApiError as error:
+        if error.status not in statuses:
+            raise
 
 
 class StateError(RecoverableError):

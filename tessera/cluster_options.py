@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from driver.config.shared_flags import DEFAULT_DRIVER
-from driver.errors import NOT_FOUND, ApiError, EnvironmentFault, UsageError
+from driver.errors import NOT_FOUND, EnvironmentFault, UsageError, accepted_status
 from driver.kube.client import KubeClient
 from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING
 from driver.kube.credentials import POD, Access, load_configuration
@@ -73,11 +73,8 @@ def access_of(kubeconfig: Path | None) -> Access:
 
 def find_plans(client: KubeClient) -> list[GpuNodePlan] | None:
     """All GpuNodePlans; None if their CustomResourceDefinition is not installed. Raises ApiError and MsgspecError."""
-    try:
+    with accepted_status(NOT_FOUND):
         return list(read_all(client, PATH, GpuNodePlan))
-    except ApiError as error:
-        if error.status != NOT_FOUND:
-            raise
     return None
 
 

@@ -14,7 +14,7 @@ from driver.kube.types import GpuNodePlan
 from driver.model.gpu_health import ConditionType
 from driver.model.plan import ClearedFaults
 from driver.slices.build import UNHEALTHY
-from tessera.gpu_reports import readable_reports
+from tessera.gpu_sources import readable_reports
 
 NUMBER_IN_NAME = re.compile(r"gpu-(\d+)(?:-|$)")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from importlib.resources import files
 from itertools import groupby
 
 from controller.report.map_model import MapGpu, MapNode, MapSpan
@@ -21,25 +22,6 @@ PER_ROW = 4
 
 HUES = (150, 205, 40, 280, 320, 100, 180, 20, 250, 0)
 """Of the colours of classes, in order of their names."""
-
-STYLE = """\
-text { font: 11px monospace; fill: #1f2328; }
-.node { font-weight: bold; }
-.note { fill: #b3261e; }
-.free { fill: none; stroke: #8c959f; stroke-dasharray: 3; }
-.offered { fill: #8c959f33; stroke: #57606a; }
-.stranded { fill: url(#hatched); stroke: #9a6700; }
-.unavailable { fill: #b3261e33; stroke: #b3261e; }
-#hatched path { stroke: #9a6700; }
-.held { fill: #57606a; }
-text.of-held { fill: #ffffff; }
-@media (prefers-color-scheme: dark) {
-text { fill: #d1d7e0; }
-.note { fill: #ff8a80; }
-.offered { stroke: #9198a1; }
-.stranded, #hatched path { stroke: #d29922; }
-.unavailable { stroke: #ff8a80; }
-}"""
 
 HATCHED = "<pattern id='hatched' width='6' height='6' patternUnits='userSpaceOnUse'><path d='M0 6L6 0'/></pattern>"
 
@@ -70,9 +52,9 @@ def map_as_svg(nodes: Sequence[MapNode]) -> str:
     legend = _legend(y + LINE // 2, numbers)
     height = y + LINE // 2 + rows * LINE
     colours = (f".class-{number} {{ fill: hsl({HUES[number % len(HUES)]} 50% 36%); }}" for number in numbers.values())
-    style = f"<style>{STYLE}\n{chr(10).join(colours)}</style><defs>{HATCHED}</defs>"
+    style = "\n".join([files("tessera").joinpath("map.css").read_text("ascii").rstrip(), *colours])
     head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {IMAGE_WIDTH} {height}'>"
-    return "\n".join([head, style, *lines, *legend, "</svg>", ""])
+    return "\n".join([head, f"<style>{style}</style><defs>{HATCHED}</defs>", *lines, *legend, "</svg>", ""])
 
 
 def _legend(y: int, numbers: Mapping[str, int]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 
 from controller.cluster.claim_index import PoolDevice
-from driver.errors import CONFLICT, FORBIDDEN, INVALID, NOT_FOUND, ApiError
+from driver.errors import CONFLICT, FORBIDDEN, INVALID, NOT_FOUND, ApiError, accepted_status
 from driver.kube.client import KubeClient, Object
 from driver.kube.reads import RESOURCE_GROUP
 
@@ -49,19 +49,14 @@ class Canary:
         return ""
 
     def _dry_run(self, body: Object) -> None:
-        try:
+        with accepted_status(NOT_FOUND):
             self._client.replace(f"{self._path}/status", body, {"dryRun": "All"})
-        except ApiError as error:
-            if error.status != NOT_FOUND:
-                raise
-            self._create()
-            self._client.replace(f"{self._path}/status", body, {"dryRun": "All"})
+            return
+        self._create()
+        self._client.replace(f"{self._path}/status", body, {"dryRun": "All"})
 
     def _create(self) -> Object:
         """Create the claim, or read the one that another leader has just created."""
-        try:
+        with accepted_status(CONFLICT):
             return self._client.create(self._folder, self._object)
-        except ApiError as error:
-            if error.status != CONFLICT:
-                raise
         return self._client.patch(self._path, {})

@@ -1,9 +1,9 @@
 r"""The parser: from the text of an expression to its nodes, macros expanded.
 
 Source: the CEL language definition and cel-go's extensions (bindings, lists, two-variable comprehensions, optionals),
-tried against Kubernetes' API server. Names, white space and comments are those of cel-python's grammar; its rules lack
-optionals and trailing commas, and its literals differ from Kubernetes' (a sign inside a number, ``1.``, unknown
-escapes). Messages (``Name{field: value}``) are left out: a device has none.
+tried against Kubernetes' API server. The grammar is in ``kubernetes_cel.lark``. Names, white space and comments are
+those of cel-python's grammar; its rules lack optionals and trailing commas, and its literals differ from Kubernetes' (a
+sign inside a number, ``1.``, unknown escapes). Messages (``Name{field: value}``) are left out: a device has none.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,45 +23,6 @@ from lark.exceptions import UnexpectedInput, UnexpectedToken
 from deviceclasses.cel.nodes import Call, Entry, Expr, ListLiteral, Literal, Logic, Macro, MapLiteral, Name, Select
 from deviceclasses.cel.values import INT_MAX, INT_MIN, UINT_MAX, EvaluationError, Uint, Value, whole_number
 from driver.errors import CelError, EnvironmentFault
-
-GRAMMAR = r"""
-?expr           : disjunction | disjunction "?" disjunction ":" expr -> choice
-?disjunction    : conjunction ("||" conjunction)*
-?conjunction    : relation ("&&" relation)*
-!?relation      : addition | relation ("<" | "<=" | ">" | ">=" | "==" | "!=" | "in") addition -> binary
-!?addition      : multiplication | addition ("+" | "-") multiplication -> binary
-!?multiplication : unary | multiplication ("*" | "/" | "%") unary -> binary
-!?unary         : member | "!"+ member -> unary | "-"+ member -> unary
-?member         : primary
-                | member "." (IDENT | QUOTED) -> select
-                | member "." "?" (IDENT | QUOTED) -> optional_select
-                | member "." IDENT "(" _arguments ")" -> member_call
-                | member "[" expr "]" -> index
-                | member "[" "?" expr "]" -> optional_index
-?primary        : literal | list | map | "(" expr ")" -> parentheses
-                | "."? name -> ident
-                | "."? name "(" _arguments ")" -> call
-_arguments      : (expr ("," expr)*)?
-name            : IDENT
-list            : "[" ","? "]" | "[" item ("," item)* ","? "]"
-item            : expr | "?" expr -> optional_item
-map             : "{" ","? "}" | "{" entry ("," entry)* ","? "}"
-entry           : expr ":" expr | "?" expr ":" expr -> optional_entry
-literal         : UINT_LIT | FLOAT_LIT | INT_LIT | MLSTRING_LIT | STRING_LIT | BYTES_LIT | BOOL_LIT | NULL_LIT
-
-%import cel (IDENT, WHITESPACE, COMMENT)
-%ignore WHITESPACE
-%ignore COMMENT
-QUOTED          : /`[a-zA-Z0-9_.\-\/ ]+`/
-INT_LIT         : /0x[0-9a-fA-F]+|[0-9]+/
-UINT_LIT.2      : /(0x[0-9a-fA-F]+|[0-9]+)[uU]/
-FLOAT_LIT.2     : /[0-9]+\.[0-9]+([eE][+-]?[0-9]+)?|[0-9]+[eE][+-]?[0-9]+|\.[0-9]+([eE][+-]?[0-9]+)?/
-STRING_LIT      : /\"(\\.|[^\\\"\n\r])*\"|'(\\.|[^\\'\n\r])*'|[rR]\"[^\"\n\r]*\"|[rR]'[^'\n\r]*'/
-MLSTRING_LIT.2  : /\"{3}(\\[^\n\r]|[^\\])*?\"{3}|'{3}(\\[^\n\r]|[^\\])*?'{3}|[rR]\"{3}(.|\n|\r)*?\"{3}|[rR]'{3}(.|\n|\r)*?'{3}/
-BYTES_LIT.3     : /[bB]/ MLSTRING_LIT | /[bB]/ STRING_LIT
-BOOL_LIT.2      : /(true|false)(?![_a-zA-Z0-9])/
-NULL_LIT.2      : /null(?![_a-zA-Z0-9])/
-"""  # noqa: E501 - a terminal is one line
 
 SIGNS = {
     "LPAR": "(", "RPAR": ")", "LSQB": "[", "RSQB": "]", "LBRACE": "{", "RBRACE": "}", "DOT": ".", "COMMA": ",",
@@ -132,7 +94,8 @@ def _parser() -> Lark:
         raise EnvironmentFault("the Python package cel-python is not installed; its grammar is needed")
     # Its folder, without importing the package, which would load its evaluator, calendar and query libraries too.
     folder = str(Path(spec.origin).parent)
-    return Lark(GRAMMAR, parser="lalr", start="expr", propagate_positions=True, import_paths=[folder])
+    grammar = files(__package__).joinpath("kubernetes_cel.lark").read_text("utf-8")
+    return Lark(grammar, parser="lalr", start="expr", propagate_positions=True, import_paths=[folder])
 
 
 def _what(expression: str, position: int) -> str:

@@ -10,7 +10,11 @@ else (values, lengths, required fields). Source: Kubernetes 1.37, ``staging/src/
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
 from typing import Any
+
+import yaml
 
 from deviceclasses.cel.library.quantity import parse_quantity
 from deviceclasses.cel.values import EvaluationError
@@ -74,7 +78,7 @@ def refused(content: Mapping[str, Any], kind: str) -> Iterator[Issue]:
     if version != DRA_VERSION:
         message = f"Kubernetes serves {DRA_VERSION}; other versions only if an administrator enables them"
         yield Issue("apiVersion", shown(version), message if text(content, "apiVersion") else f"must be {DRA_VERSION}")
-    yield from _unknown(content, FIELDS_OF_KIND[kind], "")
+    yield from _unknown(content, _fields_of_kinds()[kind], "")
     for request in requests_of(settings_of(content, SPEC[kind]), SPEC[kind]):
         yield from _values(request)
 
@@ -186,48 +190,13 @@ def _constraint_attribute(constraint: ConstraintFields, context: LintContext) ->
 
 
 Fields = Mapping[str, Any]
-"""The fields of an object, or of each object of a list, with their own fields; ANYTHING is not checked."""
-ANYTHING: Fields | None = None
+"""The fields of an object, or of each object of a list, with their own fields; None: they are not checked."""
 
 
-def _plain(*names: str) -> dict[str, Any]:
-    return dict.fromkeys(names, ANYTHING)
-
-
-METADATA_FIELDS = _plain(
-    "name", "generateName", "namespace", "labels", "annotations", "finalizers", "ownerReferences", "uid",
-    "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp", "deletionGracePeriodSeconds",
-    "managedFields", "selfLink",
-)  # fmt: skip
-SELECTOR_FIELDS = {"cel": _plain("expression")}
-OPAQUE_FIELDS = _plain("driver", "parameters")
-REQUEST_FIELDS = {
-    **_plain("deviceClassName", "allocationMode", "count"),
-    "selectors": SELECTOR_FIELDS,
-    "capacity": _plain("requests"),
-    "tolerations": _plain("key", "operator", "value", "effect", "tolerationSeconds"),
-    "derivedAttributes": _plain("name", "expression"),
-}
-CLAIM_FIELDS = {
-    "devices": {
-        "requests": {
-            **_plain("name"),
-            "exactly": {**REQUEST_FIELDS, **_plain("adminAccess")},
-            "firstAvailable": {**_plain("name"), **REQUEST_FIELDS},
-        },
-        "constraints": _plain("requests", "matchAttribute", "distinctAttribute"),
-        "config": {**_plain("requests"), "opaque": OPAQUE_FIELDS},
-    }
-}
-COMMON_FIELDS = {**_plain("apiVersion", "kind"), "metadata": METADATA_FIELDS}
-FIELDS_OF_KIND: Mapping[str, Fields] = {
-    "DeviceClass": {
-        **COMMON_FIELDS,
-        "spec": {**_plain("extendedResourceName"), "selectors": SELECTOR_FIELDS, "config": {"opaque": OPAQUE_FIELDS}},
-    },
-    "ResourceClaim": {**COMMON_FIELDS, "spec": CLAIM_FIELDS, **_plain("status")},
-    "ResourceClaimTemplate": {**COMMON_FIELDS, "spec": {"metadata": METADATA_FIELDS, "spec": CLAIM_FIELDS}},
-}
+@cache
+def _fields_of_kinds() -> Mapping[str, Fields]:
+    fields: dict[str, Fields] = yaml.safe_load(files(__package__).joinpath("fields.yaml").read_text("utf-8"))
+    return fields
 
 
 def _unknown(content: Mapping[Any, Any], known: Fields, path: str) -> Iterator[Issue]:
@@ -235,7 +204,7 @@ def _unknown(content: Mapping[Any, Any], known: Fields, path: str) -> Iterator[I
         place = f"{path}{name}"
         if not isinstance(name, str) or name not in known:
             yield Issue(place, shown(found), _no_such(str(name), known))
-        elif known[name] is not ANYTHING:
+        elif known[name] is not None:
             several = isinstance(found, list)
             for index, item in enumerate(found if several else [found]):
                 if isinstance(item, Mapping):
@@ -243,7 +212,7 @@ def _unknown(content: Mapping[Any, Any], known: Fields, path: str) -> Iterator[I
 
 
 def _no_such(name: str, known: Fields) -> str:
-    inside = [field for field, fields in known.items() if fields is not ANYTHING and name in fields]
+    inside = [field for field, fields in known.items() if fields is not None and name in fields]
     if inside:
         return f"no such field here; it belongs under {' or '.join(inside)}"
     close = nearest(name, known)

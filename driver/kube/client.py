@@ -16,7 +16,7 @@ from urllib.parse import urlencode
 import msgspec
 import urllib3
 
-from driver.errors import CONFLICT, NOT_FOUND, ApiError
+from driver.errors import CONFLICT, NOT_FOUND, ApiError, accepted_status
 from driver.kube.credentials import Access, CredentialsError
 from driver.kube.credentials import load_configuration as load_configuration
 from driver.kube.json_sanitizing import decode
@@ -70,11 +70,8 @@ class KubeClient:
 
     def find(self, path: str) -> Object | None:
         """Get an object; None if it does not exist."""
-        try:
+        with accepted_status(NOT_FOUND):
             return self.get_object(path)
-        except ApiError as error:
-            if error.status != NOT_FOUND:
-                raise
         return None
 
     def create(self, path: str, body: Object, query: Mapping[str, str] | None = None) -> Object:
@@ -122,11 +119,8 @@ class KubeClient:
         body: Object = {"preconditions": {"uid": uid}} if uid else {}
         if grace_s is not None:
             body["gracePeriodSeconds"] = grace_s
-        try:
+        with accepted_status(*([NOT_FOUND] if missing_ok else [])):
             self._request("DELETE", path, body or None)
-        except ApiError as error:
-            if error.status != NOT_FOUND or not missing_ok:
-                raise
 
     @contextmanager
     def stream(self, path: str, query: Mapping[str, str], read_timeout_s: float) -> Iterator[Iterator[bytes]]:

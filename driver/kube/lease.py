@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import msgspec
 
 from driver.clock import Clock, micro_time
-from driver.errors import CONFLICT, NOT_FOUND, ApiError, UsageError
+from driver.errors import CONFLICT, NOT_FOUND, ApiError, UsageError, accepted_status
 from driver.kube.client import KubeClient, Object
 from driver.kube.types import ObjectMeta
 
@@ -128,14 +128,11 @@ class LeaderElector:
             self._read()
         if self._is_anothers():
             return False
-        try:
+        with accepted_status(NOT_FOUND, CONFLICT):
             self._write(began)
-        except ApiError as error:
-            if error.status not in (NOT_FOUND, CONFLICT):
-                raise
-            self._read()  # another process was faster: the next attempt decides from the present state
-            return False
-        return True
+            return True
+        self._read()  # another process was faster: the next attempt decides from the present state
+        return False
 
     def _try(self) -> bool:
         try:

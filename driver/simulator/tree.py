@@ -17,6 +17,7 @@ import stat
 import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 
 from driver.simulator import smi_tool
@@ -167,24 +168,6 @@ def _folders(path: str) -> list[str]:
 
 LIBRARY_FOLDER = "usr/lib/x86_64-linux-gnu"
 
-# As a host with driver 580 lists them. 195 is nvidia's registered major, the others are assigned at load.
-_PROC_DEVICES = """\
-Character devices:
-  1 mem
-  5 /dev/tty
- 10 misc
-195 nvidia
-195 nvidia-modeset
-195 nvidiactl
-234 nvidia-nvswitch
-235 nvidia-caps
-236 nvidia-caps-imex-channels
-511 nvidia-uvm
-
-Block devices:
-259 blkext
-"""
-
 _CLASS_3D_CONTROLLER = "0x030200"
 _CLASS_INFINIBAND = "0x020700"
 _CLASS_BRIDGE = "0x060400"
@@ -288,7 +271,8 @@ def _gpu_in_procfs(description: NodeDescription, index: int, proc: Path) -> None
 def _procfs(description: NodeDescription, proc: Path) -> None:
     version = f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {description.driver_version}  (simulated)\n"
     write_file(proc / "driver/nvidia/version", version, 0o444)
-    write_file(proc / "devices", _PROC_DEVICES, 0o444)
+    # As a host with driver 580 lists them. 195 is nvidia's registered major, the others are assigned at load.
+    write_file(proc / "devices", files(__package__).joinpath("data", "proc_devices").read_text("ascii"), 0o444)
     mig = proc / "driver/nvidia/capabilities/mig"
     write_file(mig / "config", access_text(CONFIG_MINOR), 0o400)
     write_file(mig / "monitor", access_text(MONITOR_MINOR), 0o444)

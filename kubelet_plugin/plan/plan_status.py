@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from driver.errors import CONFLICT, FORBIDDEN, ApiError
+from driver.errors import CONFLICT, FORBIDDEN, accepted_status
 from driver.kube.client import KubeClient
 from driver.kube.reads import owner_reference
 from driver.kube.types import GpuNodePlan
@@ -144,11 +144,8 @@ class PlanStatusWriter:
     def _create(self) -> float:
         """Create a plan without a spec. Returns after how many seconds to look again. Raises ApiError."""
         metadata = {"name": self._node, "ownerReferences": [owner_reference(self._client, self._node)]}
-        try:
+        with accepted_status(CONFLICT, FORBIDDEN):  # a controller was faster; the role is of an older chart
             self._client.create(PATH, {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata})
-        except ApiError as error:
-            if error.status not in {CONFLICT, FORBIDDEN}:  # a controller was faster; the role is of an older chart
-                raise
         return CREATE_INTERVAL_SECONDS
 
 

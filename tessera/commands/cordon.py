@@ -13,7 +13,7 @@ from typing import Any
 import click
 import msgspec
 
-from driver.errors import CONFLICT, ApiError, EnvironmentFault, StateError
+from driver.errors import CONFLICT, EnvironmentFault, StateError, accepted_status
 from driver.kube.client import Object
 from driver.kube.reads import read_all
 from driver.kube.slice_types import ResourceSlice
@@ -119,11 +119,8 @@ class PlanEditor:
     def edit(self, node: str, change: Callable[[PlanSpec], Object]) -> None:
         """Patch the plan's spec with the result of ``change``; create the plan if the node has none."""
         for _ in range(WRITE_ATTEMPTS - 1):
-            try:
+            with accepted_status(CONFLICT):
                 return self._write(node, change)
-            except ApiError as error:
-                if error.status != CONFLICT:
-                    raise
             self.plans[node] = msgspec.convert(self._client.get_object(f"{PATH}/{node}"), GpuNodePlan)
         return self._write(node, change)
 

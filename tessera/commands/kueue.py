@@ -16,7 +16,7 @@ from driver.model.plan import COUNTERS_FIELD, GpuReport
 from driver.slices.attributes import quantity
 from driver.slices.build import memory_of_gpu
 from tessera.cluster_options import check_flag, client_of, with_driver_name, with_kubeconfig
-from tessera.gpu_reports import hardware, plans_and_gpus
+from tessera.gpu_sources import hardware, plans_and_gpus
 from tessera.tables_and_drawings import as_documents, with_documents_output
 
 KUEUE_API_VERSION = "kueue.x-k8s.io/v1beta2"

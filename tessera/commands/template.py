@@ -20,7 +20,7 @@ from driver.slices.pool_names import Pool
 from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
 from kubelet_plugin.inventory.published_devices import PublishPolicy
 from tessera.cluster_options import check_flag, client_of, with_driver_name, with_kubeconfig
-from tessera.gpu_reports import anonymous, hardware
+from tessera.gpu_sources import anonymous, hardware
 from tessera.tables_and_drawings import as_documents, with_documents_output
 
 DEFAULT_LABELS = "kubernetes.io/os=linux,kubernetes.io/arch=amd64"

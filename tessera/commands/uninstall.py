@@ -15,7 +15,7 @@ from controller.app import LEASE
 from controller.decision.node_labels import LABEL_SETS, NODES
 from controller.fence.canary import CANARY
 from driver.clock import wait_until
-from driver.errors import CONFLICT, FORBIDDEN, NOT_FOUND, ApiError, FatalError
+from driver.errors import CONFLICT, FORBIDDEN, NOT_FOUND, ApiError, FatalError, accepted_status
 from driver.kube.client import KubeClient, Object
 from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING
 from driver.kube.lease import LeaseSpec, lease_object, leases
@@ -197,11 +197,8 @@ class Removal:
         for node in list(read_all(self.client, NODES, Node)):
             for labels in LABEL_SETS["all"]:
                 if node.metadata.labels.keys() & set(labels.names):
-                    try:
+                    with accepted_status(NOT_FOUND, CONFLICT):
                         labels.apply(self.client, node.metadata.name, node.metadata.uid, {})
-                    except ApiError as error:
-                        if error.status not in (NOT_FOUND, CONFLICT):
-                            raise
 
     def _lease(self, name: str) -> str:
         return f"{leases(self.namespace)}/{name}"

@@ -16,7 +16,7 @@ from driver.errors import FatalError, UsageError
 from driver.kube.reads import read_all
 from driver.kube.types import Metadata
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
-from tessera.gpu_reports import plans_and_gpus
+from tessera.gpu_sources import plans_and_gpus
 from tessera.status.snapshot import NAMESPACE
 from tessera.tables_and_drawings import columns, counted, printable, with_output
 from tessera.usage.advice import WHOLE, Advice

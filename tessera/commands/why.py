@@ -19,7 +19,7 @@ from controller.explain.sources.availability import listed
 from controller.explain.sources.scheduler_reports import report_of
 from controller.report.claim_explainer import NOT_PREPARED, TERMINATING, Explainer, Explanation, key_of
 from controller.report.cluster_view import ClusterView, read_cluster
-from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError, UsageError
+from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError, UsageError, accepted_status
 from driver.kube.client import KubeClient
 from driver.kube.reads import RESOURCE_GROUP, read_all, read_object
 from driver.kube.types import Claim, Key, Metadata, Pod
@@ -236,11 +236,8 @@ def _find_claim(client: KubeClient, key: Key) -> Claim | None:
 
 
 def _find(client: KubeClient, path: str, decoder: msgspec.json.Decoder[T]) -> T | None:
-    try:
+    with accepted_status(NOT_FOUND):
         return read_object(client, path, decoder)
-    except ApiError as error:
-        if error.status != NOT_FOUND:
-            raise
     return None
 
 

@@ -25,7 +25,7 @@ from driver.model.plan import FaultKind, GpuReport, PlanMode
 from driver.slices.pool_names import Pool
 from driver.slices.publisher import SLICES
 from kubelet_plugin.inventory.published_devices import PublishPolicy
-from tessera.gpu_reports import anonymous, hardware
+from tessera.gpu_sources import anonymous, hardware
 from tessera.simulate.imagined_cluster import ClusterContent
 
 GPU = re.compile(r"(?P<node>[^/]+)(?:/gpu-(?P<number>[0-9]+))?")

@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from driver.clock import micro_time, seconds_time
-from driver.errors import CONFLICT, ApiError, EnvironmentFault
+from driver.errors import CONFLICT, ApiError, EnvironmentFault, accepted_status
 from driver.kube.client import KubeClient, Object
 from driver.kube.controller_heartbeat import HeartbeatWatch
 from driver.kube.lease import LeaseSpec, lease_object, leases
@@ -31,7 +31,7 @@ from driver.model.plan import PATH, PlanMode
 from driver.slices.api_server_fields import SLICES, KeptFields
 from kubelet_plugin.plan.follower import MODE_CHECK_INTERVAL_SECONDS
 from kubelet_plugin.plan.instructions import NODES_PATH, without_status
-from tessera.gpu_reports import hardware
+from tessera.gpu_sources import hardware
 from tessera.sim.fleet.kubelets import Kubelets
 from tessera.sim.fleet.simulated_plugin import FleetInstructions, FleetNode, FleetSettings
 
@@ -178,11 +178,8 @@ class NodeObjects:
             "metadata": {"name": name, "labels": labels},
             "status": {"capacity": SIMULATED_CAPACITY, "allocatable": SIMULATED_CAPACITY, "conditions": [ready]},
         }
-        try:
+        with accepted_status(CONFLICT):
             return self._client.create(NODES_PATH, body)
-        except ApiError as error:
-            if error.status != CONFLICT:
-                raise
         raise EnvironmentFault(f"Node {name} exists already and belongs to no simulated fleet: choose another --name")
 
     def _each(self, step: str, items: Sequence[str], work: Callable[[str], Any]) -> list[Any]:

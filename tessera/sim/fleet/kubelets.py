@@ -18,7 +18,7 @@ from functools import partial
 import msgspec
 
 from driver.clock import seconds_time
-from driver.errors import CONFLICT, ApiError
+from driver.errors import CONFLICT, ApiError, accepted_status
 from driver.kube.client import KubeClient
 from driver.kube.reads import RESOURCE_GROUP
 from driver.kube.types import Claim, Key, Pod
@@ -115,11 +115,8 @@ class Kubelets:
         if pod is None:
             self._loops.pop(key, None)
         elif pod.metadata.deletion_timestamp:
-            try:
+            with accepted_status(CONFLICT):
                 self._client.delete(_path(key), pod.metadata.uid, grace_s=0, missing_ok=True)
-            except ApiError as error:
-                if error.status != CONFLICT:
-                    raise
         elif pod.status.phase == "Pending":
             return self._start(key, pod)
         return None
