@@ -6,21 +6,24 @@ click removes colours if the output is not a terminal. A drawing: ``[1g.10gb|...
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import click
 import yaml
 
-with_output, with_text_output = (
-    click.option(
-        "-o", "--output", type=click.Choice([default, "json"]), default=default, show_default=True, help="Format."
-    )
-    for default in ("table", "text")
-)
-with_documents_output = click.option(
-    "-o", "--output", type=click.Choice(["yaml", "json"]), default="yaml", show_default=True, help="Format."
-)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def with_output(*formats: str) -> Callable[[F], F]:
+    """The option --output; the first format is the default."""
+    choice = click.Choice(formats)
+    return click.option("-o", "--output", type=choice, default=formats[0], show_default=True, help="Format.")
+
+
+def show(output: str, content: object, text: str) -> None:
+    """Print ``content`` as JSON, or the text that says the same."""
+    click.echo(json.dumps(content, indent=2) if output == "json" else text)
 
 
 def as_documents(documents: Sequence[Any], output: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from deviceclasses.cel.values import WorkLimitError, spend
 
@@ -24,13 +25,15 @@ class Type:
     name: str
     params: tuple[Type, ...] = ()
     key: str = ""
-    size: int = field(default=1, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.params:
-            object.__setattr__(self, "size", 1 + sum(param.size for param in self.params))
-            if self.size > MAX_TYPE_SIZE:
-                raise WorkLimitError("its types are nested too deeply")
+        if self.size > MAX_TYPE_SIZE:
+            raise WorkLimitError("its types are nested too deeply")
+
+    @cached_property
+    def size(self) -> int:
+        """The number of names in it."""
+        return 1 + sum(param.size for param in self.params)
 
     def __str__(self) -> str:
         if self.name == "var":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -187,7 +187,7 @@ class Machine:
         self._present = list(range(len(self._gpus)))
         self._refresh_lock = threading.Lock()
         self._uuids = self._all_uuids()
-        self._files: dict[int, StateFile[SimulatedGpuState]] = {}
+        self._file = cache(lambda minor: StateFile(root / "sim" / f"gpu-{minor}.json", SimulatedGpuState))
 
     @property
     def gpus(self) -> tuple[GpuDescription, ...]:
@@ -286,13 +286,6 @@ class Machine:
     @property
     def reports_recovery_action(self) -> bool:
         return int(self.description.driver_version.partition(".")[0]) >= RECOVERY_SINCE
-
-    def _file(self, minor: int) -> StateFile[SimulatedGpuState]:
-        file = self._files.get(minor)
-        if file is None:
-            made = StateFile(self.root / "sim" / f"gpu-{minor}.json", SimulatedGpuState)
-            file = self._files.setdefault(minor, made)
-        return file
 
     def _all_uuids(self) -> list[str]:
         return [self.description.gpu_uuid(minor) for minor in range(len(self._gpus))]

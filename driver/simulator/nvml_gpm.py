@@ -7,15 +7,13 @@ before Hopper, and that samples which do not belong together are refused. A clie
 # ruff: noqa: N802, N803
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import pynvml
 
 from driver.simulator import mig_rules
-from driver.simulator.machine import GpuInstance, Machine, SimulatedGpuState
-from driver.simulator.nvml_session import NvmlSession, SampleKey, error, integer, simulated
+from driver.simulator.machine import GpuInstance, SimulatedGpuState
+from driver.simulator.nvml_session import GpmSample, NvmlSession, error, integer, simulated
 from driver.simulator.state.load import WHOLE_GPU, SimulatedActivity
 
 MIB = 1 << 20
@@ -36,23 +34,8 @@ _NVLINK = (pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC, pynvml.NVML_GPM_METRI
 _PCIE = (pynvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC, pynvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """Counters at a time, of a GPU or of the GPU instance with this serial."""
-
-    minor: int
-    serial: int | None
-    time: float
-    counters: SimulatedActivity
-
-
 class GpmCalls(NvmlSession):
     """``nvmlGpm*`` and utilization rates. Samples belong to the process that allocated them."""
-
-    def __init__(self, machine: Machine) -> None:
-        super().__init__(machine)
-        self._sample_numbers = itertools.count()
-        self._samples: dict[SampleKey, _Sample | None] = {}
 
     @simulated
     def nvmlGpmQueryDeviceSupport(self, device: Any) -> Any:
@@ -64,32 +47,30 @@ class GpmCalls(NvmlSession):
 
     @simulated
     def nvmlGpmSampleAlloc(self) -> Any:
-        key = SampleKey(next(self._sample_numbers))
-        self._samples[key] = None
-        return self.handle(key)
+        return self.handle(GpmSample())
 
     @simulated
     def nvmlGpmSampleFree(self, gpmSample: Any) -> None:
-        key = self.target(gpmSample, SampleKey)
-        self._samples.pop(key, None)
-        self.forget(key)
+        self.forget(self.target(gpmSample, GpmSample))
 
     @simulated
     def nvmlGpmSampleGet(self, device: Any, gpmSample: Any) -> Any:
-        minor, key = self._gpm_gpu(device), self.target(gpmSample, SampleKey)
+        minor, sample = self._gpm_gpu(device), self.target(gpmSample, GpmSample)
         now, state = self.machine.clock(), self.machine.gpu_state(minor)
-        self._samples[key] = _Sample(minor, None, now, state.loads.counters(WHOLE_GPU, now))
+        sample.minor, sample.serial, sample.time = minor, None, now
+        sample.counters = state.loads.counters(WHOLE_GPU, now)
         return gpmSample
 
     @simulated
     def nvmlGpmMigSampleGet(self, device: Any, gpuInstanceId: int, gpmSample: Any) -> Any:
-        minor, key, instance_id = self._gpm_gpu(device), self.target(gpmSample, SampleKey), integer(gpuInstanceId)
+        minor, sample, instance_id = self._gpm_gpu(device), self.target(gpmSample, GpmSample), integer(gpuInstanceId)
         now, state = self.machine.clock(), self.machine.gpu_state(minor)
         mig_rules.require_mig(state)
         instance = next((gi for gi in state.instances if gi.id == instance_id), None)
         if instance is None:
             raise error(pynvml.NVML_ERROR_NOT_FOUND)
-        self._samples[key] = _Sample(minor, instance.serial, now, self._of_instance(state, instance, now))
+        sample.minor, sample.serial, sample.time = minor, instance.serial, now
+        sample.counters = self._of_instance(state, instance, now)
         return gpmSample
 
     @simulated
@@ -140,8 +121,9 @@ class GpmCalls(NvmlSession):
 
     def _average(self, first: Any, second: Any) -> tuple[int, SimulatedActivity]:
         """The GPU and its average activity between two samples; INVALID_ARGUMENT if they do not belong together."""
-        older, newer = (self._samples.get(self.target(handle, SampleKey)) for handle in (first, second))
-        if older is None or newer is None or (older.minor, older.serial) != (newer.minor, newer.serial):
+        older, newer = self.target(first, GpmSample), self.target(second, GpmSample)
+        belong_together = (older.minor, older.serial) == (newer.minor, newer.serial)
+        if older.counters is None or newer.counters is None or not belong_together:
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         seconds = newer.time - older.time
         # After a reset of the GPU its counters begin again at 0; the tolerance is for rounding.

@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -22,6 +22,7 @@ import pynvml
 
 from driver.simulator.machine import EVERY_CALL, NO_FAULTS, InjectedFaults, Machine, SimulatedEvent
 from driver.simulator.state.latency import take
+from driver.simulator.state.load import SimulatedActivity
 
 
 def error(code: int) -> Exception:
@@ -96,25 +97,40 @@ class ComputeInstanceKey:
     uuid: str
 
 
-@dataclass(frozen=True, slots=True)
-class EventSetKey:
-    number: int
+@dataclass(slots=True)
+class Watch:
+    """One GPU in one event set: the requested event types and the number of the last event seen."""
+
+    mask: int
+    seen: int
 
 
-@dataclass(frozen=True, slots=True)
-class SampleKey:
-    number: int
+@dataclass(eq=False, slots=True)
+class EventSet:
+    """The watched GPUs by minor."""
+
+    watches: dict[int, Watch] = field(default_factory=dict)
 
 
-HandleTarget = GpuKey | MigKey | GpuInstanceKey | ComputeInstanceKey | EventSetKey | SampleKey
+@dataclass(eq=False, slots=True)
+class GpmSample:
+    """Counters at a time, of a GPU or of the GPU instance with this serial; None before they are first read."""
+
+    minor: int = 0
+    serial: int | None = None
+    time: float = 0.0
+    counters: SimulatedActivity | None = None
+
+
+HandleTarget = GpuKey | MigKey | GpuInstanceKey | ComputeInstanceKey | EventSet | GpmSample
 
 _HANDLE_OF: dict[type[HandleTarget], Any] = {
     GpuKey: pynvml.c_nvmlDevice_t,
     MigKey: pynvml.c_nvmlDevice_t,
     GpuInstanceKey: pynvml.c_nvmlGpuInstance_t,
     ComputeInstanceKey: pynvml.c_nvmlComputeInstance_t,
-    EventSetKey: pynvml.c_nvmlEventSet_t,
-    SampleKey: pynvml.c_nvmlGpmSample_t,
+    EventSet: pynvml.c_nvmlEventSet_t,
+    GpmSample: pynvml.c_nvmlGpmSample_t,
 }
 _HANDLE_TYPES = tuple(set(_HANDLE_OF.values()))
 
@@ -249,7 +265,7 @@ class NvmlSession:
 
     def _apply_faults(self, now: InjectedFaults, name: str, values: Iterable[Any]) -> None:
         keys = [key for value in values if (key := self.find(value)) is not None]
-        gpus = {key.minor for key in keys if not isinstance(key, EventSetKey | SampleKey)}
+        gpus = {key.minor for key in keys if not isinstance(key, EventSet | GpmSample)}
         devices = {uuid for key in keys for uuid in self._devices(key)}
         for fault in now.faults:
             if (
@@ -287,33 +303,16 @@ _ALWAYS = (
 _RECOVERY = pynvml.nvmlEventTypeGpuUnavailableError | pynvml.nvmlEventTypeGpuRecoveryAction
 
 
-@dataclass
-class _Watch:
-    """One GPU in one event set: the requested event types and the number of the last event seen."""
-
-    mask: int
-    seen: int
-
-
 class EventCalls(NvmlSession):
     """``nvmlEventSet*`` and ``nvmlDevice*Event*``. MIG devices are NOT_SUPPORTED."""
 
-    def __init__(self, machine: Machine) -> None:
-        super().__init__(machine)
-        self._numbers = itertools.count()
-        self._event_sets: dict[EventSetKey, dict[int, _Watch]] = {}
-
     @simulated
     def nvmlEventSetCreate(self) -> Any:
-        key = EventSetKey(next(self._numbers))
-        self._event_sets[key] = {}
-        return self.handle(key)
+        return self.handle(EventSet())
 
     @simulated
     def nvmlEventSetFree(self, eventSet: Any) -> None:
-        key = self.target(eventSet, EventSetKey)
-        del self._event_sets[key]
-        self.forget(key)
+        self.forget(self.target(eventSet, EventSet))
 
     @simulated
     def nvmlDeviceGetSupportedEventTypes(self, handle: Any) -> int:
@@ -325,20 +324,21 @@ class EventCalls(NvmlSession):
     @simulated
     def nvmlDeviceRegisterEvents(self, handle: Any, eventTypes: int, eventSet: Any) -> None:
         minor, event_types = self.gpu(handle), integer(eventTypes)
-        watches = self._event_sets[self.target(eventSet, EventSetKey)]
+        watches = self.target(eventSet, EventSet).watches
         if event_types & ~self.nvmlDeviceGetSupportedEventTypes(handle):
             raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
         if minor in watches:
             watches[minor].mask |= event_types
         else:
-            watches[minor] = _Watch(event_types, self.machine.gpu_state(minor).next_event - 1)
+            watches[minor] = Watch(event_types, self.machine.gpu_state(minor).next_event - 1)
 
     @simulated
     def nvmlEventSetWait_v2(self, eventSet: Any, timeoutms: int) -> Any:
-        key = self.target(eventSet, EventSetKey)
         end = time.monotonic() + integer(timeoutms) / 1000
         while True:
-            watches = self._watches(key)
+            # Another thread may free the set or end the session in the meantime, or add a GPU.
+            self.require_session()
+            watches = dict(self.target(eventSet, EventSet).watches)
             for minor, watch in watches.items():
                 event = self._next(minor, watch)
                 if event is not None:
@@ -350,14 +350,7 @@ class EventCalls(NvmlSession):
                 raise error(pynvml.NVML_ERROR_TIMEOUT)
             time.sleep(min(_POLL_INTERVAL_SECONDS, seconds))
 
-    def _watches(self, key: EventSetKey) -> dict[int, _Watch]:
-        """The GPUs of a set; another thread may have freed it or ended the session in the meantime."""
-        self.require_session()
-        if key not in self._event_sets:
-            raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        return dict(self._event_sets[key])
-
-    def _next(self, minor: int, watch: _Watch) -> SimulatedEvent | None:
+    def _next(self, minor: int, watch: Watch) -> SimulatedEvent | None:
         for event in self.machine.gpu_state(minor).events:
             if event.number <= watch.seen:
                 continue

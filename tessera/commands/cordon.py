@@ -5,7 +5,6 @@ Both write to the GpuNodePlan of the GPU's node, which its plugin follows with o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from driver.model.plan import API_VERSION, KIND, PATH, ClearedFaults, PlanSpec
 from driver.slices.publisher import SLICES
 from tessera.cluster_options import client_of, find_plans, with_driver_name, with_kubeconfig
 from tessera.gpu_names import GpuName, faults_of, find, names_of
-from tessera.tables_and_drawings import with_text_output
+from tessera.tables_and_drawings import show, with_output
 
 WRITE_ATTEMPTS = 5
 """Attempts to write a plan, which the controller may change at the same time."""
@@ -33,7 +32,7 @@ WRITE_ATTEMPTS = 5
 @click.option("--reason", help="Shown by `tessera status`.  [default: unchanged]")
 @with_kubeconfig
 @with_driver_name
-@with_text_output
+@with_output("text", "json")
 def cordon(gpu: str, reason: str | None, kubeconfig: Path | None, driver_name: str, output: str) -> None:
     """Exclude a GPU from new pods: each of its devices gets the taint gpu.tessera.dev/cordoned. Running pods stay.
 
@@ -61,7 +60,7 @@ def cordon(gpu: str, reason: str | None, kubeconfig: Path | None, driver_name: s
 @click.argument("gpu", metavar="GPU")
 @with_kubeconfig
 @with_driver_name
-@with_text_output
+@with_output("text", "json")
 def uncordon(gpu: str, kubeconfig: Path | None, driver_name: str, output: str) -> None:
     """Admit new pods to a GPU again: end its cordon, and clear the faults that it reports now.
 
@@ -161,4 +160,4 @@ def _outcome(name: GpuName, cordoned: bool, cleared: Sequence[str], left: Sequen
 
 def _say(output: str, name: GpuName, text: str, facts: Mapping[str, Any]) -> None:
     named = {"node": name.node, "gpu": f"gpu-{name.number}", "uuid": name.uuid}
-    click.echo(json.dumps([{**named, **facts}], indent=2) if output == "json" else text)
+    show(output, [{**named, **facts}], text)

@@ -17,7 +17,7 @@ from driver.slices.attributes import quantity
 from driver.slices.build import memory_of_gpu
 from tessera.cluster_options import check_flag, client_of, with_driver_name, with_kubeconfig
 from tessera.gpu_sources import hardware, plans_and_gpus
-from tessera.tables_and_drawings import as_documents, with_documents_output
+from tessera.tables_and_drawings import as_documents, with_output
 
 KUEUE_API_VERSION = "kueue.x-k8s.io/v1beta2"
 MAX_MAPPED_CLASSES = 8
@@ -52,7 +52,7 @@ def kueue() -> None:
     help="The memory that devices of any class take, or the number of full GPUs.",
 )
 @click.option("--queues", is_flag=True, help="Also a ResourceFlavor, a ClusterQueue and a LocalQueue.")
-@with_documents_output
+@with_output("yaml", "json")
 @with_kubeconfig
 @with_driver_name
 def config(

@@ -5,7 +5,6 @@ The CEL engine is loaded only when the command runs, because ``tessera --help`` 
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,14 +15,14 @@ from deviceclasses.chart_classes import chart_classes
 from deviceclasses.lint.documents import Document, kind_of, nothing_to_check, read_documents
 from deviceclasses.lint.findings import Finding
 from driver.config.shared_flags import DEFAULT_DRIVER
-from tessera.tables_and_drawings import columns, counted, with_output
+from tessera.tables_and_drawings import columns, counted, show, with_output
 
 
 @click.command()
 @click.argument("paths", metavar="FILE...", nargs=-1, required=True)
 @click.option("--driver-name", default=DEFAULT_DRIVER, show_default=True, help="DRA driver name and attribute domain.")
 @click.option("--kueue", is_flag=True, help="Check Kueue's Configuration, queues and queued jobs, too.")
-@with_output
+@with_output("table", "json")
 def lint(paths: Sequence[str], driver_name: str, kueue: bool, output: str) -> None:
     """Check DeviceClasses, ResourceClaims and ResourceClaimTemplates in YAML or JSON files.
 
@@ -52,10 +51,7 @@ def lint(paths: Sequence[str], driver_name: str, kueue: bool, output: str) -> No
         objects += sum(kind_of(document.content) is None and is_checked(document.content) for document in documents)
     if not objects and not unreadable:
         findings.append(nothing_to_check(paths, documents))
-    if output == "json":
-        click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
-    else:
-        click.echo(as_text(findings, objects))
+    show(output, [asdict(finding) for finding in findings], as_text(findings, objects))
     sys.exit(1 if findings else 0)
 
 

@@ -20,6 +20,7 @@ from driver.kube.client import KubeClient
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
 from tessera.map_drawing import draw_map, draw_summary
 from tessera.map_svg import map_as_svg
+from tessera.tables_and_drawings import with_output
 
 MOST_NODES = 32
 """Nodes of which all GPUs are drawn without a filter."""
@@ -40,8 +41,7 @@ LINE_WIDTH = 120
 @click.option("--watch", is_flag=True, help="Draw again after every change, until Ctrl-C.")
 @with_kubeconfig
 @with_driver_name
-@click.option("-o", "--output", type=click.Choice(["table", "json", "svg"]), default="table", show_default=True,
-              help="Format.")  # fmt: skip
+@with_output("table", "json", "svg")
 def map(  # noqa: A001 - the name of the command
     *,
     draw_all: bool,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +25,7 @@ from tessera.simulate.output import Simulation
 from tessera.simulate.scheduler import PodPlacement
 from tessera.simulate.sources import find_template, joined, of_cluster, simulated, uncordoned, without
 from tessera.simulate.workloads import Reader, Workloads
-from tessera.tables_and_drawings import with_output
+from tessera.tables_and_drawings import show, with_output
 
 
 @click.command()
@@ -42,7 +41,7 @@ from tessera.tables_and_drawings import with_output
 @click.option("--fill", metavar="CLASS", help="How many claims for one device of that class still fit.")
 @with_kubeconfig
 @with_driver_name
-@with_output
+@with_output("table", "json")
 def simulate(
     *,
     paths: Sequence[str],
@@ -91,7 +90,7 @@ def simulate(
     placements = _place(imagined, waiting) + _place(imagined, given)
     filled = _filled(imagined, fill) if fill is not None else None
     result = Simulation(imagined, placements, {id(pod) for pod in given.pods}, fill, filled, given.ignored)
-    click.echo(json.dumps(result.json, indent=2) if output == "json" else result.text)
+    show(output, result.json, result.text)
     sys.exit(0 if result.fits else 1)
 
 

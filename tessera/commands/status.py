@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import click
 from tessera.cluster_options import ListOnceClient, access_of, with_driver_name, with_kubeconfig
 from tessera.status import installation, nodes, pending_claims, processes
 from tessera.status.snapshot import NAMESPACE, CheckOutput, Listing, Problem, SnapshotReader, StatusSnapshot
-from tessera.tables_and_drawings import columns, counted, printable, with_output
+from tessera.tables_and_drawings import columns, counted, printable, show, with_output
 
 
 class CheckState(StrEnum):
@@ -102,7 +101,7 @@ STATE_COLOURS = {CheckState.OK: "green", CheckState.PROBLEM: "red", CheckState.U
 @with_kubeconfig
 @with_driver_name
 @click.option("--namespace", default=NAMESPACE, show_default=True, help="Namespace of the release.")
-@with_output
+@with_output("table", "json")
 def status(kubeconfig: Path | None, driver_name: str, namespace: str, output: str) -> None:
     """Check whether the installation works, with a remedy for each problem.
 
@@ -115,7 +114,7 @@ def status(kubeconfig: Path | None, driver_name: str, namespace: str, output: st
     """
     client = ListOnceClient(access_of(kubeconfig), "tessera-command")
     results = run_checks(SnapshotReader(client, driver_name, namespace).read())
-    click.echo(json.dumps(as_json(results), indent=2) if output == "json" else as_text(results))
+    show(output, as_json(results), as_text(results))
     sys.exit(0 if all(result.state is CheckState.OK for result in results) else 1)
 
 

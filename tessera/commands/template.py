@@ -21,7 +21,7 @@ from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
 from kubelet_plugin.inventory.published_devices import PublishPolicy
 from tessera.cluster_options import check_flag, client_of, with_driver_name, with_kubeconfig
 from tessera.gpu_sources import anonymous, hardware
-from tessera.tables_and_drawings import as_documents, with_documents_output
+from tessera.tables_and_drawings import as_documents, with_output
 
 DEFAULT_LABELS = "kubernetes.io/os=linux,kubernetes.io/arch=amd64"
 DEFAULT_RESOURCES = "cpu=192,memory=2Ti,ephemeral-storage=1Ti,pods=110"
@@ -54,7 +54,7 @@ DOCUMENTS = ("objects", "cluster-autoscaler", "karpenter")
 @click.option("--shares", help="With --gpus: as `tessera node --shares`.")
 @click.option("--shares-only", help="With --gpus: as `tessera node --shares-only`.")
 @click.option("--for", "document", type=click.Choice(DOCUMENTS), default="objects", show_default=True, help="Reader.")
-@with_documents_output
+@with_output("yaml", "json")
 @with_kubeconfig
 @with_driver_name
 def template(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from driver.hardware.pci_distance import Nic, Place, find_nics, level, links_bet
 from driver.model.gpu import Gpu, Partition
 from kubelet_plugin.inventory.open_hardware import open_host
 from kubelet_plugin.settings import node_settings
-from tessera.tables_and_drawings import Span, columns, draw_slices, with_output
+from tessera.tables_and_drawings import Span, columns, draw_slices, show, with_output
 
 RELATIONS_LEGEND = """\
 NV#   joined by # NVLinks                         PHB   over one PCIe host bridge (CPU)
@@ -56,7 +55,7 @@ class Topology:
 @click.option("--gpus", help="Source of the GPUs: nvml, sim:NAME or sim:FILE.  [default: nvml]")
 @click.option("--host-root", type=click.Path(path_type=Path), help="The host's root directory as this process sees it.")
 @click.option("--nvml-library", type=click.Path(path_type=Path), help="Path of libnvidia-ml.so.1.  [default: searched]")
-@with_output
+@with_output("table", "json")
 def topology(output: str, **flags: Any) -> None:
     """Show the distances between GPUs and NICs, NVLink cliques, and the partitions of each GPU.
 
@@ -74,7 +73,7 @@ def topology(output: str, **flags: Any) -> None:
         partitions = [host.partitions(gpu) for gpu in discovery.gpus]
     layout = Topology(discovery.gpus, nics, places, partitions, discovery.faults)
     gpus = [_gpu_as_json(layout, index) for index in range(len(layout.gpus))]
-    click.echo(json.dumps(gpus, indent=2) if output == "json" else _as_text(layout, gpus))
+    show(output, gpus, _as_text(layout, gpus))
 
 
 def _as_text(found: Topology, gpus: Sequence[dict[str, Any]]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -18,7 +17,7 @@ from driver.kube.types import Metadata
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
 from tessera.gpu_sources import plans_and_gpus
 from tessera.status.snapshot import NAMESPACE
-from tessera.tables_and_drawings import columns, counted, printable, with_output
+from tessera.tables_and_drawings import columns, counted, printable, show, with_output
 from tessera.usage.advice import WHOLE, Advice
 from tessera.usage.advice import advise as advice_of
 from tessera.usage.history import geometries_of, read_history
@@ -106,8 +105,7 @@ def duration(_: click.Context, option: click.Parameter, value: str | None) -> Du
 @click.option("--namespace", default=NAMESPACE, show_default=True, help="Namespace of the release.")
 @with_kubeconfig
 @with_driver_name
-@click.option("-o", "--output", type=click.Choice(list(USAGE_FORMATS)), default="table", show_default=True,
-              help="Format.")  # fmt: skip
+@with_output(*USAGE_FORMATS)
 def usage(
     *,
     by: str,
@@ -203,7 +201,7 @@ def _by_namespace_label(label: str, kubeconfig: Path | None) -> KeyOf:
     help="Room above the most memory used, in %.",
 )
 @with_kubeconfig
-@with_output
+@with_output("table", "json")
 def advise(
     *,
     prometheus: str,
@@ -231,11 +229,7 @@ def advise(
     check_labels(server)
     history, gpus = read_history(server, since.seconds), read_gpus(server, since.seconds)
     advices = advice_of(history, gpus, geometries, margin / 100)
-    click.echo(
-        json.dumps([_advice_object(advice) for advice in advices], indent=2)
-        if output == "json"
-        else _advice_table(advices, since)
-    )
+    show(output, [_advice_object(advice) for advice in advices], _advice_table(advices, since))
     _exit_with(server.warnings)
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import NamedTuple, NoReturn
 
 import click
 import msgspec
@@ -21,11 +21,11 @@ from controller.report.claim_explainer import NOT_PREPARED, TERMINATING, Explain
 from controller.report.cluster_view import ClusterView, read_cluster
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError, UsageError, accepted_status
 from driver.kube.client import KubeClient
-from driver.kube.reads import RESOURCE_GROUP, read_all, read_object
+from driver.kube.reads import read_all, read_claim, read_object
 from driver.kube.types import Claim, Key, Metadata, Pod
 from kubelet_plugin.status.events import EventReason
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
-from tessera.tables_and_drawings import columns, counted, printable, with_text_output
+from tessera.tables_and_drawings import columns, counted, printable, with_output
 
 POD_KINDS, CLAIM_KINDS = ("pod", "pods", "po"), ("claim", "resourceclaim", "resourceclaims")
 
@@ -34,9 +34,7 @@ PREPARATION_FAILED = {EventReason.PREPARE_FAILED.value, "FailedPrepareDynamicRes
 
 MAX_HOLDERS = 20
 
-POD_READER, CLAIM_READER = msgspec.json.Decoder(Pod), msgspec.json.Decoder(Claim)
-
-T = TypeVar("T")
+POD_READER = msgspec.json.Decoder(Pod)
 
 
 class HoldingClaim(NamedTuple):
@@ -59,7 +57,7 @@ class HoldingClaim(NamedTuple):
 @click.option("-A", "--all-namespaces", is_flag=True, help="Explain the pending claims of all namespaces.")
 @with_kubeconfig
 @with_driver_name
-@with_text_output
+@with_output("text", "json")
 def why(
     *,
     name: str | None,
@@ -228,16 +226,14 @@ def _without_claims(pod: Pod) -> Explanation:
 
 
 def _find_pod(client: KubeClient, key: Key) -> Pod | None:
-    return _find(client, f"/api/v1/namespaces/{key.namespace}/pods/{key.name}", POD_READER)
+    with accepted_status(NOT_FOUND):
+        return read_object(client, f"/api/v1/namespaces/{key.namespace}/pods/{key.name}", POD_READER)
+    return None
 
 
 def _find_claim(client: KubeClient, key: Key) -> Claim | None:
-    return _find(client, f"{RESOURCE_GROUP}/namespaces/{key.namespace}/resourceclaims/{key.name}", CLAIM_READER)
-
-
-def _find(client: KubeClient, path: str, decoder: msgspec.json.Decoder[T]) -> T | None:
     with accepted_status(NOT_FOUND):
-        return read_object(client, path, decoder)
+        return read_claim(client, key.namespace, key.name)
     return None
 
 

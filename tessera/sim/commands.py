@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import time
@@ -21,7 +20,7 @@ from driver.simulator.node import SimulatedNode, describe
 from tessera.cluster_options import check_flag, client_of, with_driver_name, with_kubeconfig
 from tessera.sim.fault import fault, find_roots, with_host_root
 from tessera.sim.load import claim_devices, load
-from tessera.tables_and_drawings import Span, cell_width, columns, draw_placement, draw_slices, with_output
+from tessera.tables_and_drawings import Span, cell_width, columns, draw_placement, draw_slices, show, with_output
 
 FLEET_NODE_LIMIT = 10_000
 FLEET_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,48}[a-z0-9])?")
@@ -49,7 +48,7 @@ sim.add_command(load)
 
 
 @sim.command("list")
-@with_output
+@with_output("table", "json")
 def list_nodes(output: str) -> None:
     """List the nodes that --gpus sim:NAME accepts.
 
@@ -72,19 +71,16 @@ def list_nodes(output: str) -> None:
         }
         for node in known_descriptions().values()
     ]
-    if output == "json":
-        click.echo(json.dumps(summaries, indent=2))
-        return
     rows = []
     for node in summaries:
         memory = f"{node['memoryMiB'] / 1024:.1f} GiB"
         rows.append([node["name"], node["product"], str(node["gpuCount"]), memory, node["description"]])
-    click.echo(columns(["NAME", "PRODUCT", "GPUS", "MEMORY", "DESCRIPTION"], rows))
+    show(output, summaries, columns(["NAME", "PRODUCT", "GPUS", "MEMORY", "DESCRIPTION"], rows))
 
 
 @sim.command()
 @with_host_root(f"every node under {SIMULATED_NODES}")
-@with_output
+@with_output("table", "json")
 def smi(host_root: Path | None, output: str) -> None:
     """Print the GPUs and partitions of simulated nodes, and the claims that hold them.
 
@@ -97,10 +93,8 @@ def smi(host_root: Path | None, output: str) -> None:
     """
     nodes = [SimulatedNode.attach(root) for root in ([host_root] if host_root else find_roots(SIMULATED_NODES))]
     described = [(node, describe(node, holders(node.root))) for node in nodes]
-    if output == "json":
-        click.echo(json.dumps([gpu for _, gpus in described for gpu in gpus], indent=2))
-    else:
-        click.echo("\n\n".join(render(node, gpus) for node, gpus in described))
+    text = "\n\n".join(render(node, gpus) for node, gpus in described)
+    show(output, [gpu for _, gpus in described for gpu in gpus], text)
 
 
 @sim.command()

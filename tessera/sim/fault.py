@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
@@ -19,7 +18,7 @@ from driver.simulator.description import parse_gpu
 from driver.simulator.faults import ERROR_NAMES, EVENT_NAMES, RECOVERY_NAMES
 from driver.simulator.machine import InjectedFault
 from driver.simulator.node import SimulatedNode
-from tessera.tables_and_drawings import columns, with_output
+from tessera.tables_and_drawings import columns, show, with_output
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -137,8 +136,8 @@ def busy(node: SimulatedNode, device: str) -> str:
 
 
 @_command("list", "", "-o json")
-@with_output
-def list_faults(node: SimulatedNode, output: str) -> str:
+@with_output("table", "json")
+def list_faults(node: SimulatedNode, output: str) -> None:
     """List the current faults and the removed GPUs."""
     now, names = node.faults.current(), ERROR_NAMES
     faults = [*now.faults, *(InjectedFault(0, "(removed)", gpu=gpu) for gpu in now.removed)]
@@ -146,10 +145,8 @@ def list_faults(node: SimulatedNode, output: str) -> str:
         asdict(fault) | {"id": fault.id or None, "code": names.get(fault.code), "seconds": fault.seconds or None}
         for fault in faults
     ]
-    if output == "json":
-        return json.dumps(rows, indent=2)
     cells = [["-" if value is None else str(value) for value in row.values()] for row in rows]
-    return columns([key.upper() for key in rows[0]], cells) if rows else "No faults."
+    show(output, rows, columns([key.upper() for key in rows[0]], cells) if rows else "No faults.")
 
 
 @_command("clear", "2", "")
