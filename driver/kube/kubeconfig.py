@@ -50,14 +50,8 @@ class Kubeconfig(msgspec.Struct, frozen=True, omit_defaults=True):
     proxy: str | None = None
 
 
-class _Failure(msgspec.Struct, frozen=True, tag=True):
-    reason: str
-
-
-class _Success(msgspec.Struct, frozen=True, tag=True):
-    kubeconfig: Kubeconfig
-    problems: tuple[str, ...]
-    """What the official client logged."""
+_Answer = tuple[Kubeconfig | str, list[str]]
+"""What the program writes: the kubeconfig or why it can't be used, and what the official client logged."""
 
 
 def read_kubeconfig(path: Path | None) -> Kubeconfig:
@@ -90,14 +84,15 @@ def read_kubeconfig_in_own_process(path: Path | None) -> Kubeconfig:
         with process:
             answer = pipe.read()
     try:
-        result = msgspec.json.decode(answer, type=_Success | _Failure)
+        decoded: _Answer = msgspec.json.decode(answer, type=_Answer)
     except msgspec.MsgspecError as error:
         raise KubeconfigError(f"the process that reads it ended with status {process.returncode}") from error
-    if isinstance(result, _Failure):
-        raise KubeconfigError(result.reason)
-    for problem in result.problems:
+    result, problems = decoded
+    if isinstance(result, str):
+        raise KubeconfigError(result)
+    for problem in problems:
         log.error("the kubeconfig has a problem", extra={"error": problem})
-    return result.kubeconfig
+    return result
 
 
 def main(writing: int, path: Path | None) -> None:
@@ -105,13 +100,13 @@ def main(writing: int, path: Path | None) -> None:
     problems = BufferingHandler(1000)  # what the official client logs, such as the failure of an exec plugin
     problems.setLevel(logging.WARNING)
     logging.getLogger().addHandler(problems)
-    result: _Success | _Failure
+    result: Kubeconfig | str
     try:
-        result = _Success(read_kubeconfig(path), tuple(record.getMessage() for record in problems.buffer))
+        result = read_kubeconfig(path)
     except KubeconfigError as error:
-        result = _Failure(str(error))
+        result = str(error)
     with os.fdopen(writing, "wb") as pipe:
-        pipe.write(msgspec.json.encode(result))
+        pipe.write(msgspec.json.encode((result, [record.getMessage() for record in problems.buffer])))
 
 
 def _read(path: Path | None) -> Kubeconfig:
