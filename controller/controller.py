@@ -26,6 +26,7 @@ from controller.fence.fence import Fence, FenceSettings
 from controller.report.cluster_view import ClusterView
 from controller.settings import ControllerSettings
 from controller.step_names import Observer, Step
+from driver.clock import soonest
 from driver.kube.client import KubeClient
 from driver.kube.events import Recorder
 from driver.kube.work_loop import Loop
@@ -94,8 +95,7 @@ class Controller:
         self._cache.acknowledge()
         self.last_decision = self._explain.explain(seen, offers)
         self._read.prepare(seen)
-        times = [part.next_s for part in self._timed]
-        return min([DECISION_INTERVAL_SECONDS, *(seconds for seconds in times if seconds is not None)])
+        return soonest(DECISION_INTERVAL_SECONDS, *(part.next_s for part in self._timed))
 
     def run(self, stop: threading.Event) -> None:
         """Lead until ``stop`` is set."""

@@ -29,6 +29,11 @@ class Clock:
         return event.wait(max(0.0, seconds))
 
 
+def soonest(*seconds: float | None) -> float | None:
+    """The least of several delays until work is due again; None: it is not due without a notification."""
+    return min((delay for delay in seconds if delay is not None), default=None)
+
+
 def wait_until(timeout_s: float, condition: Callable[[], object], interval_s: float) -> bool:
     """Poll ``condition`` every ``interval_s`` seconds; returns whether it became true in time."""
     end = time.monotonic() + timeout_s

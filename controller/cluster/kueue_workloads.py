@@ -83,22 +83,16 @@ class KueueQueue:
             return []
         first = sorted(self._workloads.snapshot().values(), key=_order)[:MAX_WORKLOADS]
         queued = (
-            QueuedWorkload(workload.metadata, tuple(map(self._pod(workload), workload.spec.pod_sets)))
+            QueuedWorkload(workload.metadata, tuple(self._pod(workload, pods) for pods in workload.spec.pod_sets))
             for workload in first
         )
         return [workload for workload in queued if any(pod.claims for pod in workload.pods)]
 
-    def _pod(self, workload: KueueWorkload) -> Callable[[PodSet], QueuedPod]:
-        namespace = workload.metadata.namespace
-
-        def read(pods: PodSet) -> QueuedPod:
-            named = (
-                (claim.name, claim.resource_claim_template_name or "") for claim in pods.template.spec.resource_claims
-            )
-            specs = ((name, self._templates.get(Key(namespace, template))) for name, template in named)
-            return QueuedPod(pods.name, pods.template.spec, {name: spec for name, spec in specs if spec is not None})
-
-        return read
+    def _pod(self, workload: KueueWorkload, pods: PodSet) -> QueuedPod:
+        spec, namespace = pods.template.spec, workload.metadata.namespace
+        templates = ((claim.name, claim.resource_claim_template_name or "") for claim in spec.resource_claims)
+        claims = ((name, self._templates.get(Key(namespace, template))) for name, template in templates)
+        return QueuedPod(pods.name, spec, {name: claim for name, claim in claims if claim is not None})
 
     def _are_unknown(self) -> bool:
         """Whether the API server serves no Workloads. Other errors are left to the watch, which retries."""

@@ -25,8 +25,8 @@ from controller.demand.feasibility import Nodes, SelectedKind
 from controller.demand.gangs import Gang
 from controller.demand.pending_claims import Queue
 from controller.demand.requirements import ClaimRequirements
+from driver.clock import soonest
 from driver.kube.types import Pod
-from driver.kube.work_loop import soonest
 from driver.model.offer import FULL, SHARE, Offer, OfferKind, Spot
 from driver.placement.ranking import Ranking
 

@@ -82,13 +82,12 @@ class ListedDevices:
             product = gpu.gpu.product_name
             on_nodes[product][gpu.node] += 1
             for kind in gpu.unheld.state.offered():
-                counts[ProductKind(product, kind)] = (
-                    self._offers if self._minimum is None else self._minimum.get(kind, 0)
-                )
+                least = self._offers if self._minimum is None else self._minimum.get(kind, 0)
+                counts[ProductKind(product, kind)] = least
         if self._minimum is None:
-            full = [kind for kind in counts if kind.kind == FULL]
-            counts |= {kind: max(on_nodes[kind.product].values()) for kind in full}
-        return {kind: count for kind, count in counts.items() if count}
+            full = [product_kind for product_kind in counts if product_kind.kind == FULL]
+            counts |= {product_kind: max(on_nodes[product_kind.product].values()) for product_kind in full}
+        return {product_kind: count for product_kind, count in counts.items() if count}
 
 
 def _is_possible(fleet: Fleet, offer: Offer, nodes: Collection[str]) -> bool:
@@ -103,17 +102,17 @@ def _chosen(
 
     They are taken from the nodes in turn: while its slices change, the pool of a node is incomplete for a moment.
     """
-    for kind, count in missing.items():
-        on_nodes = (_on_node(gpus, kind) for node, gpus in fleet.nodes.items() if node in nodes)
+    for product_kind, count in missing.items():
+        on_nodes = (_on_node(gpus, product_kind) for node, gpus in fleet.nodes.items() if node in nodes)
         in_turn = chain.from_iterable(zip_longest(*on_nodes))
         yield from islice((offer for offer in in_turn if offer is not None and offer not in taken), count)
 
 
-def _on_node(gpus: Iterable[FleetGpu], kind: ProductKind) -> Iterator[Offer]:
+def _on_node(gpus: Iterable[FleetGpu], product_kind: ProductKind) -> Iterator[Offer]:
     for gpu in gpus:
-        if gpu.gpu.product_name == kind.product:
+        if gpu.gpu.product_name == product_kind.product:
             for spot in gpu.layout.devices:
-                if spot.kind == kind.kind and gpu.unheld.state.admits(spot):
+                if spot.kind == product_kind.kind and gpu.unheld.state.admits(spot):
                     yield Offer(gpu.gpu.uuid, spot)
 
 

@@ -23,6 +23,7 @@ from controller.demand.feasibility import Nodes
 from controller.eviction.overlapping_allocations import OverlapEvictor
 from controller.settings import ControllerSettings
 from controller.step_names import Observer
+from driver.clock import soonest
 from driver.kube.client import KubeClient
 from driver.kube.types import GpuNodePlan
 from driver.model.offer import Offer
@@ -44,7 +45,7 @@ class Asked(NamedTuple):
     possible: frozenset[Offer]
     listed: frozenset[Offer]
     withdrawn: frozenset[PoolDevice]
-    matching_held: Nodes
+    matching_held: Nodes = frozenset()
 
 
 class WriteStage:
@@ -84,9 +85,7 @@ class WriteStage:
         publish_held = self._held_publication.decide(
             len(seen.fleet.gpus), most_gpus, plans, seen.nodes.names, matching_held
         )
-        specs = self._specs.update(
-            views, changed, seen.fleet, offers.possible, offers.withdrawn, publish_held, seen.mode, offers.listed
-        )
+        specs = self._specs.update(views, changed, seen.fleet, asked, publish_held)
         written = self._writer.write(specs, plans, self._specs.owners, self._specs.changed | changed.names)
         self._specs.changed.clear()
         if written:
@@ -96,9 +95,8 @@ class WriteStage:
             self.labels.update(seen.snapshot.cluster.nodes, changed.names, seen.fleet)
         self._evictor.update(seen.snapshot.cluster.claims, seen.fleet, changed.names)
         self._asked = asked
-        times = (self._held_publication.next_s, self._writer.next_s, self._evictor.next_s)
-        seconds = min((seconds for seconds in times if seconds is not None), default=math.inf)
-        self._due_at = time.monotonic() + seconds
+        seconds = soonest(self._held_publication.next_s, self._writer.next_s, self._evictor.next_s)
+        self._due_at = math.inf if seconds is None else time.monotonic() + seconds
 
 
 def publish_held_limit(settings: ControllerSettings, minor_version: int | None) -> int | None:
@@ -183,27 +181,21 @@ class PlanSpecs:
         views: Sequence[NodeView],
         changes: NodeChanges,
         fleet: Fleet,
-        offers: Collection[Offer],
-        withdrawn: Collection[PoolDevice],
+        asked: Asked,
         publish_held: Mapping[str, PublishHeld],
-        offer_mode: OfferMode = OfferMode.COUNTERS,
-        listed: Collection[Offer] = (),
     ) -> Mapping[str, PlanSpec]:
-        """The specs by node, given what is to be offered and withdrawn, and what each node does with held devices.
-
-        ``listed`` are to be published whether they are offered or not.
-        """
-        offers_of, listed_of = _by_node(fleet, offers), _by_node(fleet, listed)
+        """The specs by node, given what the decision asks for and what each node does with held devices."""
+        offers_of, listed_of = _by_node(fleet, asked.possible), _by_node(fleet, asked.listed)
         withdrawn_of: dict[str, list[str]] = defaultdict(list)
-        for device in withdrawn:
+        for device in asked.withdrawn:
             withdrawn_of[device.pool].append(device.device)
         renewed = self._take_over(views, changes)
         nodes_of_withdrawn = {self._node_of_pool[pool] for pool in withdrawn_of if pool in self._node_of_pool}
         special = offers_of.keys() | listed_of.keys() | self._dedicated | nodes_of_withdrawn
         turned = {name for name, held in publish_held.items() if self._publish_held.get(name) is not held}
-        if offer_mode is not self._offer_mode:
+        if asked.mode is not self._offer_mode:
             turned = {*self._views}
-        self._publish_held, self._offer_mode = dict(publish_held), offer_mode
+        self._publish_held, self._offer_mode = dict(publish_held), asked.mode
         for name in renewed | ((self._special | turned) & self._views.keys()) | special:
             view = self._views[name]
             uses = view.dedication.gpus
@@ -214,7 +206,7 @@ class PlanSpecs:
                 listed=tuple(sorted(map(str, listed_of.get(name, ())))),
                 withdrawn=tuple(sorted(withdrawn_of.get(view.pool, ()))),
                 publish_held=publish_held[name],
-                offer_mode=offer_mode,
+                offer_mode=asked.mode,
                 dedicated_to=view.dedication.node,
                 dedicated_gpus=tuple(
                     f"{gpu.gpu.uuid}={uses[gpu.number]}" for gpu in fleet.nodes.get(name, ()) if gpu.number in uses

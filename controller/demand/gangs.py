@@ -106,12 +106,9 @@ class GangRoom:
 
     def _on(self, requirements: ClaimRequirements, node: str) -> tuple[int, float]:
         """The number of such pods that one node has room for at most, and the memory slices of one at least."""
-        where = (requirements, node)
-        if where not in self._known:
-            self._known[where] = self._find(requirements, node)
-        return self._known[where]
-
-    def _find(self, requirements: ClaimRequirements, node: str) -> tuple[int, float]:
+        query = (requirements, node)
+        if query in self._known:
+            return self._known[query]
         gpus, states = self._feasibility.fleet.nodes[node], self._feasibility.states(node)
         most, size = math.inf, 0.0
         for request in requirements.requests:
@@ -124,4 +121,6 @@ class GangRoom:
             )
         if size:
             most = min(most, (sum(state.free for state in states) + ROUNDING) // size)
-        return sys.maxsize if most == math.inf else int(most), size  # no limit: devices of other drivers only
+        # No limit: devices of other drivers only.
+        self._known[query] = (sys.maxsize if most == math.inf else int(most), size)
+        return self._known[query]

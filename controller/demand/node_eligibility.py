@@ -28,6 +28,7 @@ CORDONED = Taint("node.kubernetes.io/unschedulable", "NoSchedule")
 """The taint that a pod must tolerate to run on an unschedulable node."""
 
 BLOCKING = frozenset({"NoSchedule", "NoExecute"})
+"""Effects of taints, of a node that keep new pods from it and of a device that prevent its allocation."""
 
 
 class Exclusion(StrEnum):

@@ -78,10 +78,9 @@ class Queue:
         self.eligibility = eligibility or Eligibility(cluster.nodes)
         self.eligibility.forget_unused()
         reader = RequirementsReader(matching, cluster.classes, fleet)
-        self._requirements = {pending.key: reader.of(pending.claim) for pending in self.pending}
-        self.matching_held = [
-            (pending, request) for pending in self.pending for request in reader.matching_held(pending.claim)
-        ]
+        read = [(pending, reader.read(pending.claim)) for pending in self.pending]
+        self._requirements = {pending.key: claim.requirements for pending, claim in read}
+        self.matching_held = [(pending, request) for pending, claim in read for request in claim.matching_held]
         """Pending claims with each request that matches held devices, too."""
 
         self._claims_of_pod: dict[str, list[PendingClaim]] = {}

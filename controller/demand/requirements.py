@@ -82,11 +82,21 @@ class RefusedRequest(NamedTuple):
     sentence: str
 
 
+class ReadClaim(NamedTuple):
+    """``requirements``: for each combination of alternatives, in the scheduler's order; none for other drivers.
+
+    ``matching_held``: the requests that match held devices, too: with adminAccess, or for all devices of a node.
+    """
+
+    requirements: tuple[ClaimRequirements, ...] | RefusedRequest
+    matching_held: tuple[DeviceRequest, ...]
+
+
 class RequirementsReader:
     """Reads claims with the present DeviceClasses.
 
-    Requests for other drivers' devices are left out: they read no attribute of this driver and select
-    none of the fleet. So are requests with adminAccess that can be read: ``matching_held`` returns them.
+    Requests for other drivers' devices are left out: they read no attribute of this driver and select none of the
+    fleet. Requests with adminAccess need no free device, so they are not among the requirements.
     """
 
     def __init__(self, selectors: Selectors, classes: Iterable[DeviceClass], fleet: Fleet) -> None:
@@ -96,63 +106,62 @@ class RequirementsReader:
         }
         self._fleet = fleet
 
-    def of(self, claim: Claim) -> tuple[ClaimRequirements, ...] | RefusedRequest:
-        """The requirements for each combination of alternatives, in the scheduler's order; none for other drivers."""
-        devices = claim.spec.devices
+    def read(self, claim: Claim) -> ReadClaim:
+        """What ``claim`` requires. Its first request that can't be evaluated makes it refused."""
+        devices, refused = claim.spec.devices, list[RefusedRequest]()
         choices: list[list[tuple[str, str, DeviceRequest | None]]] = []
+        matching_held: list[DeviceRequest] = []
         for request in devices.requests:
             alternatives = []
             for alternative in request.alternatives:
                 selector = self._selector(request, alternative, claim.metadata.namespace)
+                required = None
                 if isinstance(selector, RefusedRequest):
-                    return selector
-                read = None
-                if selector is not None and not alternative.admin_access:  # which needs no free device
-                    read = self._request(request, alternative, selector)
-                alternatives.append((request.name, request.name_of(alternative), read))
+                    refused.append(selector)
+                elif selector is not None:
+                    request_read = self._request(request, alternative, selector)
+                    if alternative.admin_access or alternative.takes_all:
+                        matching_held.append(request_read)
+                    required = None if alternative.admin_access else request_read
+                alternatives.append((request.name, request.name_of(alternative), required))
             choices.append(alternatives)
+        if refused:
+            return ReadClaim(refused[0], tuple(matching_held))
         combinations = islice(product(*choices), MAX_COMBINATIONS)
         joint = (_requirements(chosen, devices.constraints) for chosen in combinations)
-        return tuple(requirements for requirements in joint if requirements.requests)
+        requirements = tuple(requirements for requirements in joint if requirements.requests)
+        return ReadClaim(requirements, tuple(matching_held))
 
-    def matching_held(self, claim: Claim) -> Iterator[DeviceRequest]:
-        """The requests that match held devices, too: with adminAccess, or for all devices of a node."""
-        for request in claim.spec.devices.requests:
-            for wanted in request.alternatives:
-                if wanted.admin_access or wanted.takes_all:
-                    read = self._selector(request, wanted, claim.metadata.namespace)
-                    if isinstance(read, Selector):
-                        yield self._request(request, wanted, read)
-
-    def selector_of(self, wanted: ExactDeviceRequest, namespace: str) -> Selector | None:
+    def selector_of(self, alternative: ExactDeviceRequest, namespace: str) -> Selector | None:
         """What a request of a claim in ``namespace`` selects; None if that is nothing of ours."""
-        selector = self._selector(Request(""), wanted, namespace)
+        selector = self._selector(Request(""), alternative, namespace)
         return selector if isinstance(selector, Selector) else None
 
-    def _request(self, request: Request, wanted: ExactDeviceRequest, selector: Selector) -> DeviceRequest:
-        name, count = request.name_of(wanted), None if wanted.takes_all else wanted.count
-        of_class = frozenset(_texts(self._classes[wanted.device_class_name].spec.selectors))
-        return DeviceRequest(name, selector, count, wanted.device_class_name, of_class, wanted.tolerations)
+    def _request(self, request: Request, alternative: ExactDeviceRequest, selector: Selector) -> DeviceRequest:
+        name, count = request.name_of(alternative), None if alternative.takes_all else alternative.count
+        of_class = frozenset(_texts(self._classes[alternative.device_class_name].spec.selectors))
+        return DeviceRequest(name, selector, count, alternative.device_class_name, of_class, alternative.tolerations)
 
     def _selector(
-        self, request: Request, wanted: ExactDeviceRequest, namespace: str
+        self, request: Request, alternative: ExactDeviceRequest, namespace: str
     ) -> Selector | RefusedRequest | None:
         """None for requests for other drivers' devices."""
-        device_class = self._classes.get(wanted.device_class_name)
+        class_name, name = alternative.device_class_name, request.name_of(alternative)
+        device_class = self._classes.get(class_name)
         if device_class is None:
-            sentence = f"request {request.name_of(wanted)}: there is no DeviceClass {wanted.device_class_name!r}"
+            sentence = f"request {name}: there is no DeviceClass {class_name!r}"
             names = sorted(self._classes, key=lambda name: (len(name), name))
             more = f" and {len(names) - SHOWN_CLASSES} more" if len(names) > SHOWN_CLASSES else ""
             there = f"; there are {', '.join(names[:SHOWN_CLASSES])}{more}" if names else "; the cluster has none"
-            return RefusedRequest("NoSuchClass", sentence + (meant(wanted.device_class_name, self._classes) or there))
-        expressions = (*_texts(device_class.spec.selectors), *_texts(wanted.selectors))
-        amounts = None if wanted.capacity is None else wanted.capacity.requests
+            return RefusedRequest("NoSuchClass", sentence + (meant(class_name, self._classes) or there))
+        expressions = (*_texts(device_class.spec.selectors), *_texts(alternative.selectors))
+        amounts = None if alternative.capacity is None else alternative.capacity.requests
         conditions = tuple(_capacity_conditions(self._selectors.driver, amounts)) if amounts else ()
-        payer = namespace if wanted.selectors or conditions else ""
-        selector = self._selectors.selector(expressions, conditions, payer)
+        charged_namespace = namespace if alternative.selectors or conditions else ""
+        selector = self._selectors.selector(expressions, conditions, charged_namespace)
         if isinstance(selector, CelError):
             may_be_about_us = any(self._selectors.driver in text for text in expressions)
-            return _refused(request.name_of(wanted), selector) if may_be_about_us else None
+            return _refused(name, selector) if may_be_about_us else None
         if not selector.is_about_us and not any(matches for matches, _ in selector.among(self._fleet)):
             return None
         return selector

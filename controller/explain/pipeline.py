@@ -30,7 +30,7 @@ from controller.explain.sources.pending_despite_offers import ClaimsDespiteOffer
 from controller.explain.sources.scheduler_reports import SchedulerActivity, with_scheduler
 from controller.explain.sources.unplaced_pods import UnplacedPods
 from controller.explain.sources.waiting_gangs import reasons_of_incomplete
-from driver.clock import Clock
+from driver.clock import Clock, soonest
 
 SHOWN_AGE = timedelta(seconds=5)
 """Age of a kept reason from which on people are told when it was found."""
@@ -77,8 +77,7 @@ class ReasonFinder:
         """Seconds until a reason may change by time alone; None if none does."""
         if self.postponed:
             return 0.0
-        times = (self._unplaced.next_s, self._sightings.next_s)
-        return min((seconds for seconds in times if seconds is not None), default=None)
+        return soonest(self._unplaced.next_s, self._sightings.next_s)
 
     def find(self, situation: Situation) -> Iterator[ClaimReason]:
         """The reason of each pending claim, and of each pod that lacks a claim, as it is found.

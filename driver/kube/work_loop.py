@@ -23,11 +23,6 @@ def at_once(stop: threading.Event) -> None:
     """Never wait."""
 
 
-def soonest(*seconds: float | None) -> float | None:
-    """The least of several delays until work is due again; None: it is not due without a notification."""
-    return min((delay for delay in seconds if delay is not None), default=None)
-
-
 class Backoff:
     """Doubling delays in seconds with full jitter, so that a fleet does not retry in step."""
 

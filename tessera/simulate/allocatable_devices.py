@@ -1,21 +1,18 @@
-"""Devices of ResourceSlices that can be allocated, quantities as numbers, and the errors of an allocation."""
+"""The values of an allocation: devices of ResourceSlices, quantities as numbers, and errors."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-import msgspec
-
 from deviceclasses.cel.engine import CelDevice, from_slice_device
 from deviceclasses.cel.library.quantity import BINARY, parse_quantity
 from driver.errors import RecoverableError
-from driver.kube.slice_types import Counter, DetailedDevice, DetailedSlice, DetailedSliceSpec, Quantity
-from driver.kube.types import DeviceTaintRule
+from driver.kube.slice_types import Counter, DetailedDevice, DetailedSliceSpec, Quantity
 
 Number = Fraction | int
 """The exact value of a quantity; whole numbers are int, with which Python computes faster."""
@@ -23,21 +20,6 @@ Number = Fraction | int
 Quantities = dict[str, Number]
 
 Counters = dict[tuple[str, str], Number]
-
-
-def tainted(found: DetailedSlice, rules: Collection[DeviceTaintRule]) -> DetailedSlice:
-    """The slice as the scheduler sees it: with the taints of the rules."""
-    spec = found.spec
-    if not rules:
-        return found
-
-    def changed(device: DetailedDevice) -> DetailedDevice:
-        selecting = (rule for rule in rules if rule.selects(spec.driver, spec.pool.name, device.name))
-        taints = tuple(rule.spec.taint for rule in selecting)
-        return msgspec.structs.replace(device, taints=device.taints + taints) if taints else device
-
-    devices = tuple(map(changed, spec.devices))
-    return msgspec.structs.replace(found, spec=msgspec.structs.replace(spec, written_devices=devices))
 
 
 class DeviceId(NamedTuple):

@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from controller.demand.node_eligibility import BLOCKING
+from controller.demand.requirements import MAX_DEVICES
 from deviceclasses.cel.engine import try_compile
 from driver.errors import CelError
 from driver.kube.types import (
@@ -42,14 +44,8 @@ from tessera.simulate.allocatable_devices import (
 from tessera.simulate.capacity import HeldDevices, consumed, has_room
 from tessera.simulate.pools import DevicePool, PoolId, SliceIndex, nodes_of, pools_of, usable_on
 
-MAX_CLAIM_DEVICES = 32
-"""Devices that the allocation of one claim can hold."""
-
 SHARE_ID = "simulated"
 """The share ID of an imagined allocation; only whether there is one makes a difference."""
-
-TAKING = frozenset({"NoSchedule", "NoExecute"})
-"""Effects of device taints that prevent an allocation."""
 
 
 class BranchOutcome(Enum):
@@ -184,8 +180,8 @@ class _AllocationSearch:
         for position, request in enumerate(claim.spec.devices.requests):
             parts.append([self._part(index, position, request, wanted, classes) for wanted in request.alternatives])
             devices += min(part.count for part in parts[-1])
-            if devices > MAX_CLAIM_DEVICES:
-                message = f"claim {claim.metadata.key} requests {devices} devices; {MAX_CLAIM_DEVICES} are possible"
+            if devices > MAX_DEVICES:
+                message = f"claim {claim.metadata.key} requests {devices} devices; {MAX_DEVICES} are possible"
                 raise AllocationError(FailureKind.TOO_MANY_DEVICES, message)
         self._parts.append(parts)
         self._constraints.append([ConstraintState(written, claim) for written in claim.spec.devices.constraints])
@@ -260,7 +256,7 @@ class _AllocationSearch:
             return BranchOutcome.NONE
         if done == part.count:
             return self._request(part.claim, part.request + 1)
-        if part.count - done > MAX_CLAIM_DEVICES - len(self._results[part.claim]):
+        if part.count - done > MAX_DEVICES - len(self._results[part.claim]):
             return BranchOutcome.TOO_MANY
         if part.everything is not None:
             return self._with(part, part.everything[done], done, start) or BranchOutcome.NONE
@@ -303,7 +299,7 @@ class _AllocationSearch:
             # The first share of a device takes its counters for all.
             if not is_shared and not self._consume(device, undo):
                 return None
-            taints = (taint for taint in device.entry.taints if taint.effect in TAKING)
+            taints = (taint for taint in device.entry.taints if taint.effect in BLOCKING)
             if not all(taint.is_tolerated(part.wanted.tolerations) for taint in taints):
                 return None
             if not self._constrain(part, device, undo) or not self._has_room(part, device):

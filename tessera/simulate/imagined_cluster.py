@@ -27,7 +27,7 @@ from controller.demand.selected_devices import Selector
 from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ReasonCode
 from controller.explain.situation import DisjointPlan, Situation
-from driver.kube.slice_types import DetailedSlice, DetailedSliceSpec
+from driver.kube.slice_types import DetailedDevice, DetailedSlice, DetailedSliceSpec
 from driver.kube.types import (
     Claim,
     ClaimStatus,
@@ -45,7 +45,6 @@ from driver.placement.ranking import Ranking
 from driver.slices.build import SliceBuilder, slice_spec
 from driver.slices.pool_names import Pool
 from kubelet_plugin.inventory.published_devices import ForeignPartitions, PublishableGpu, PublishPolicy
-from tessera.simulate.allocatable_devices import tainted
 from tessera.simulate.capacity import HeldDevices
 from tessera.simulate.pools import SliceIndex
 from tessera.simulate.scheduler import PodPlacement, Scheduler, UnplacedReason
@@ -84,17 +83,14 @@ class ImaginedCluster:
         self, driver: str, content: ClusterContent, offers: int = OFFERS, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.fleet, self.driver = content.fleet, driver
-        self._content, self._offer_count = content, offers
+        self._content, self._offer_count, self._clock = content, offers, clock
         self._nodes = {node.metadata.name: node for node in content.nodes}
-        self._classes, self._mode = content.classes, content.mode
         self._claims = {claim.metadata.key: claim for claim in content.claims}
         self._index = ClaimIndex(driver, content.claims)
-        self._others, self._rules = content.slices, content.rules
         self._matching = Matching(driver)
         self._eligibility = Eligibility(content.nodes)
         self._curator, self._disjoint = CountersPlanner(Ranking(), offers), DisjointPlanner(Ranking(), offers)
         self._published = PublishedSlices(driver, content.mode, content.policies)
-        self._clock = clock
         self._scheduler = Scheduler(self._nodes, content.classes, self._eligibility, clock)
         self._waiting: list[Pod] = []
         """Pods that could not be placed; the controller knows them."""
@@ -147,18 +143,25 @@ class ImaginedCluster:
 
     def selector(self, device_class: str) -> Selector | None:
         """What a class selects; None if that may be devices of other drivers."""
-        reader = RequirementsReader(self._matching, self._classes.values(), self.fleet)
+        reader = RequirementsReader(self._matching, self._content.classes.values(), self.fleet)
         selected = reader.selector_of(ExactDeviceRequest(device_class), "")
         return selected if selected is not None and selected.is_about_us else None
 
     def likeness(self, node: str, selector: Selector) -> Hashable:
         """Equal for nodes on which claims for one device of ``selector`` get the same devices until none fits."""
-        if self._rules or node in self._content.policies:
+        if self._content.rules or node in self._content.policies:
             return node
         gpus = []
         for entry in self.fleet.nodes[node]:
             held = entry.state, tuple(device.name for device in entry.held)
-            usable = entry.fault, entry.why_no_offers, entry.uses, entry.shares_only, entry.foreign, entry.gpu.mig_mode
+            usable = (
+                entry.fault,
+                entry.why_no_offers,
+                entry.uses,
+                entry.shares_only,
+                entry.foreign,
+                entry.gpu.mig_mode,
+            )
             gpus.append((entry.number, selector.on(entry), held, usable))
         return self._nodes[node].spec, tuple(gpus)
 
@@ -185,7 +188,7 @@ class ImaginedCluster:
 
     def _extended(self, pod: Pod) -> list[Claim]:
         """The claim that the scheduler creates for the extended resources of a pod, if it requests any."""
-        claim = claim_for(pod, classes_by_resource(self._classes.values()))
+        claim = claim_for(pod, classes_by_resource(self._content.classes.values()))
         if claim is None:
             return []
         metadata = msgspec.structs.replace(claim.metadata, name=f"{pod.metadata.name}-{EXTENDED}")
@@ -214,16 +217,16 @@ class ImaginedCluster:
     def _queue(self) -> Queue:
         needed = {key for pod in self._waiting for key in pod.claims}
         pending = (claim for key, claim in self._claims.items() if key in needed and claim.status.allocation is None)
-        nodes, classes = tuple(self._nodes.values()), tuple(self._classes.values())
+        nodes, classes = tuple(self._nodes.values()), tuple(self._content.classes.values())
         claims, pods = self._index.view(pending), tuple(self._waiting)
-        state = ClusterState(claims, classes, pods, nodes, taint_rules=self._rules)
+        state = ClusterState(claims, classes, pods, nodes, taint_rules=self._content.rules)
         return Queue(state, self.fleet, self._matching, self._eligibility)
 
     def _decide(self, *, keep: bool = True, widened: Mapping[str, Nodes] | None = None) -> None:
         """Publish what the controller offers; ``keep``: together with the present offers, which are withdrawn later."""
         queue, wide = self._queue(), widened or {}
         current = self._possible()
-        if self._mode is OfferMode.DISJOINT:
+        if self._content.mode is OfferMode.DISJOINT:
             chosen = self._disjoint.curate(queue, current, wide)
             self._planned = chosen.by_claim or {}
             self._publish(chosen.offers)
@@ -238,7 +241,7 @@ class ImaginedCluster:
             if not any(pod in pods for pod in pending.pods) or not queue.satisfiable(pending):
                 continue
             node = queue.find_node(pending).node
-            if self._mode is OfferMode.COUNTERS:
+            if self._content.mode is OfferMode.COUNTERS:
                 wide[pending.key] = queue.nodes(pending)
             elif node is not None:
                 wide[pending.key] = frozenset({node})
@@ -251,12 +254,12 @@ class ImaginedCluster:
 
     def _publish(self, offers: Collection[Offer]) -> None:
         self._offers = frozenset(offers)
-        slices = chain(self._published.of(self.fleet, self._offers), self._others)
-        self._slices = SliceIndex(tainted(item, self._rules) for item in slices)
+        slices = chain(self._published.of(self.fleet, self._offers), self._content.slices)
+        self._slices = SliceIndex(tainted(item, self._content.rules) for item in slices)
         self._held = HeldDevices.of(result for claim in self._claims.values() for result in claim.results)
 
     def _reasons(self, pod: Pod) -> Iterable[UnplacedReason]:
-        plan = DisjointPlan(self._planned, ()) if self._mode is OfferMode.DISJOINT else None
+        plan = DisjointPlan(self._planned, ()) if self._content.mode is OfferMode.DISJOINT else None
         for key, reason in reasons_in(Situation(self._queue(), unreported=self._content.unreported, plan=plan)).items():
             if pod in reason.pending.pods and reason.code is not ReasonCode.WAITS:
                 yield UnplacedReason(key, reason.code.value, reason.sentence)
@@ -305,3 +308,18 @@ def _publishable(entry: FleetGpu) -> PublishableGpu:
         fault=entry.fault,
         conditions=(),
     )
+
+
+def tainted(written: DetailedSlice, rules: Collection[DeviceTaintRule]) -> DetailedSlice:
+    """The slice as the scheduler sees it: with the taints of the rules."""
+    spec = written.spec
+    if not rules:
+        return written
+
+    def changed(device: DetailedDevice) -> DetailedDevice:
+        selecting = (rule for rule in rules if rule.selects(spec.driver, spec.pool.name, device.name))
+        taints = tuple(rule.spec.taint for rule in selecting)
+        return msgspec.structs.replace(device, taints=device.taints + taints) if taints else device
+
+    devices = tuple(map(changed, spec.devices))
+    return msgspec.structs.replace(written, spec=msgspec.structs.replace(spec, written_devices=devices))

@@ -17,9 +17,9 @@ from controller.demand.node_eligibility import Eligibility
 from controller.demand.pending_claims import Queue
 from controller.explain.changes import changes_that_help
 from controller.explain.sources.lacking_devices import KnownReasons
-from tessera.simulate.allocatable_devices import tainted
 from tessera.simulate.allocator import allocate
 from tessera.simulate.capacity import HeldDevices
+from tessera.simulate.imagined_cluster import tainted
 from tessera.simulate.pools import SliceIndex
 from tests.conformance.reasons.statements import held, published, questions, reasoning_of, situations, smaller_releases
 from tests.support.fleets import possible

@@ -25,7 +25,7 @@ from controller.cluster.device_index import DeviceIndex
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_views import NodeView, NodeViews
 from controller.decision.withdraw_and_admit import first_offers
-from controller.decision.write import HeldPublication, PlanSpecs
+from controller.decision.write import Asked, HeldPublication, PlanSpecs
 from driver.kube.slice_types import ResourceSlice
 from driver.kube.types import (
     Allocation,
@@ -40,7 +40,7 @@ from driver.kube.types import (
     Result,
 )
 from driver.model.device import Device, devices_of
-from driver.model.plan import PlanMode, PlanSpec, PlanStatus
+from driver.model.plan import OfferMode, PlanMode, PlanSpec, PlanStatus
 from driver.placement.occupancy import GpuState, overlap
 from driver.slices.api_server_fields import KeptFields
 from driver.slices.build import CLOSED, SliceBuilder, slice_object
@@ -326,7 +326,8 @@ class OneNode(RuleBasedStateMachine):
             self.catch_up()
             if self.index().held(POOL.name) != view.held:
                 offers -= again.keys()
-        specs = PlanSpecs().update([view], of_view, fleet, offers, self.withdrawable, modes)
+        asked = Asked(OfferMode.COUNTERS, frozenset(offers), frozenset(), frozenset(self.withdrawable))
+        specs = PlanSpecs().update([view], of_view, fleet, asked, modes)
         self.pending = (self.plan, specs["n1"])
 
     @rule()

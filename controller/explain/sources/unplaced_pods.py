@@ -205,7 +205,7 @@ def _ours(gated: Iterable[Pod], queue: Queue) -> Iterator[Pod]:
         claims = [queue.cluster.claims.find(key) for key in pod.claims]
         lacks = len(pod.spec.resource_claims) > len(claims)
         extended = claim_for(pod, by_resource)
-        if lacks or any(claim is not None and reader.of(claim) != () for claim in (*claims, extended)):
+        if lacks or any(claim is not None and reader.read(claim).requirements != () for claim in (*claims, extended)):
             yield pod
 
 

@@ -17,9 +17,10 @@ import msgspec
 
 from driver.kube.slice_types import DetailedSlice
 from driver.kube.types import Allocation, Claim, DeviceClass, DeviceTaintRule, Node, Result
-from tessera.simulate.allocatable_devices import AllocationError, FailureKind, number, tainted
+from tessera.simulate.allocatable_devices import AllocationError, FailureKind, number
 from tessera.simulate.allocator import allocate
 from tessera.simulate.capacity import HeldDevices
+from tessera.simulate.imagined_cluster import tainted
 from tessera.simulate.pools import SliceIndex
 from tests.conformance.allocator.devices import Object, device_class
 from tests.conformance.allocator.scenarios import Scenario, is_for_all_nodes, scenario

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from controller.controller import DECISION_INTERVAL_SECONDS
+from driver.clock import soonest
 from driver.kube.controller_heartbeat import SILENCE_TIMEOUT_SECONDS
-from driver.kube.work_loop import soonest
 from tests.trace.decision import CASES, SettledCluster
 from tests.trace.tracer import Trace, traced
 

@@ -16,11 +16,11 @@ from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_use_labels import Dedication
 from controller.cluster.node_views import NodeView
 from controller.decision.plan_writer import LAZY_WRITE_DELAY_SECONDS, MAX_WRITES, RETRY_INTERVAL_SECONDS, PlanWriter
-from controller.decision.write import PlanSpecs
+from controller.decision.write import Asked, PlanSpecs
 from driver.kube.client import Object
 from driver.kube.types import PAUSED, GpuNodePlan, PlanMetadata
 from driver.model.offer import Offer
-from driver.model.plan import PlanMode, PlanSpec, PlanStatus, PublishHeld
+from driver.model.plan import OfferMode, PlanMode, PlanSpec, PlanStatus, PublishHeld
 from tests.support.api_server import Exchange, HttpServer
 from tests.support.node_views import changes, fleet_of
 from tests.unit.controller.cluster.test_fleet_builder import view
@@ -71,7 +71,11 @@ def spec_of(
     node: NodeView, offers: Sequence[Offer] = (), withdrawn: Sequence[PoolDevice] = (), listed: Sequence[Offer] = ()
 ) -> PlanSpec:
     held = {node.name: PublishHeld.ALWAYS}
-    return PlanSpecs().update([node], changes([node]), fleet_of(node), offers, withdrawn, held, listed=listed)["n1"]
+    return PlanSpecs().update([node], changes([node]), fleet_of(node), asked(offers, withdrawn, listed), held)["n1"]
+
+
+def asked(offers: Sequence[Offer] = (), withdrawn: Sequence[PoolDevice] = (), listed: Sequence[Offer] = ()) -> Asked:
+    return Asked(OfferMode.COUNTERS, frozenset(offers), frozenset(listed), frozenset(withdrawn))
 
 
 def test_a_listed_device_is_listed_whether_it_is_offered_or_not() -> None:
@@ -256,16 +260,17 @@ def test_only_nodes_that_changed_get_another_spec() -> None:
     specs, builder, modes = PlanSpecs(), FleetBuilder(), dict.fromkeys(("n1", "n2"), PublishHeld.ALWAYS)
     nodes = [view(), view(name="n2", pool="n2-gpu.tessera.dev", status=PlanStatus(epoch="e2"))]
     fleet, none = builder.build(nodes, changes(nodes)), changes(())
-    first = dict(specs.update(nodes, changes(nodes), fleet, [offer(SMALL)], [], modes))
+    first = dict(specs.update(nodes, changes(nodes), fleet, asked([offer(SMALL)]), modes))
     assert specs.changed == {"n1", "n2"}
     specs.changed.clear()
-    again = specs.update(nodes, none, fleet, [offer(SMALL)], [], modes)
+    again = specs.update(nodes, none, fleet, asked([offer(SMALL)]), modes)
     assert all(again[name] is first[name] for name in first)
     assert not specs.changed
-    assert specs.update(nodes, none, fleet, [], [PoolDevice(POOL, SMALL)], modes)["n1"] == spec(withdrawn=(SMALL,))
-    assert specs.update(nodes, none, fleet, [], [], modes)["n1"] == spec()
+    withdrawing = asked(withdrawn=[PoolDevice(POOL, SMALL)])
+    assert specs.update(nodes, none, fleet, withdrawing, modes)["n1"] == spec(withdrawn=(SMALL,))
+    assert specs.update(nodes, none, fleet, asked(), modes)["n1"] == spec()
     gone = changes(nodes[:1], nodes)
-    assert specs.update(nodes[:1], gone, builder.build(nodes[:1], gone), [], [], modes) == {"n1": spec()}
+    assert specs.update(nodes[:1], gone, builder.build(nodes[:1], gone), asked(), modes) == {"n1": spec()}
 
 
 def test_what_somebody_was_given_though_it_was_to_go_is_told_at_once(writing: Writing) -> None:
