@@ -65,8 +65,9 @@ class KueueQueue:
     def __init__(self, client: KubeClient, on_change: Callable[[], None]) -> None:
         self._client = client
         self._workloads = WatchCache(client, WORKLOADS, KueueWorkload, kept_workload, lambda _: on_change())
-        self._templates = WatchCache(
-            client, f"{RESOURCE_GROUP}/resourceclaimtemplates", ClaimTemplate, _spec, lambda _: on_change()
+        templates = f"{RESOURCE_GROUP}/resourceclaimtemplates"
+        self._templates: WatchCache[ClaimTemplate, ClaimSpec] = WatchCache(
+            client, templates, ClaimTemplate, lambda template: template.spec.spec, lambda _: on_change()
         )
 
     def run(self, stop: threading.Event) -> None:
@@ -126,7 +127,3 @@ def _kept_spec(spec: PodSpec) -> PodSpec:
     return PodSpec(
         node_selector=spec.node_selector, affinity=spec.affinity, resource_claims=spec.resource_claims[:MAX_CLAIMS]
     )
-
-
-def _spec(found: ClaimTemplate) -> ClaimSpec:
-    return found.spec.spec

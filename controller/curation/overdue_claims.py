@@ -129,10 +129,7 @@ def _groups(queue: Queue, pending: PendingClaim) -> list[Nodes]:
 def _feasible(queue: Queue, pending: PendingClaim) -> list[str]:
     """The nodes that have room for it now."""
     requirements = queue.preferred_requirements(pending)
-    if requirements is None:
-        return []
-    may_fit = queue.feasibility.may_fit
-    return [node for node in sorted(queue.nodes(pending)) if may_fit(requirements, frozenset({node}))]
+    return sorted(queue.feasibility.nodes_that_may_fit(requirements, queue.nodes(pending))) if requirements else []
 
 
 def _parts(nodes: Nodes) -> Iterator[Nodes]:

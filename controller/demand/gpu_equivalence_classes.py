@@ -70,7 +70,9 @@ class EquivalenceClasses:
     def _classify(self, entry: FleetGpu) -> tuple[int, ...]:
         if self._by_facts is None:
             return tuple(self._number(entry, example) for example in examples_of(entry))
-        facts = common_facts(entry)
+        link = entry.gpu.nvlink
+        links = None if link is None else (link.generation, link.links, link.bandwidth)
+        facts = (COMMON_FACTS(entry.gpu), links, entry.state.geometry, entry.shares)
         if facts not in self._by_facts:
             self._by_facts[facts] = tuple(self._number(entry, example) for example in examples_of(entry))
         return self._by_facts[facts]
@@ -89,13 +91,7 @@ UNIQUE = frozenset({"uuid", "parentUUID"})
 COMMON_FACTS = attrgetter(
     *(field.name for field in fields(Gpu) if field.name not in {"uuid", "index", "minor", "nvlink", "profiles"})
 )
-
-
-def common_facts(entry: FleetGpu) -> Hashable:
-    """The facts about a GPU that other GPUs may share and by which devices can differ."""
-    link = entry.gpu.nvlink
-    links = None if link is None else (link.generation, link.links, link.bandwidth)
-    return (COMMON_FACTS(entry.gpu), links, entry.state.geometry, entry.shares)
+"""The facts about a GPU that other GPUs may share and by which devices can differ, except its links."""
 
 
 def representatives(entry: FleetGpu, kind: DeviceKind, *, each_placement: bool) -> Iterator[list[Device]]:

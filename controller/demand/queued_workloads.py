@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import msgspec
+
 from controller.cluster.claim_index import ClusterState
 from controller.cluster.fleet import Fleet
 from controller.cluster.kueue_workloads import QueuedPod, QueuedWorkload
@@ -18,7 +20,7 @@ from controller.demand.node_eligibility import Eligibility
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import MAX_DEVICES
 from controller.demand.selected_devices import Selector
-from driver.kube.types import Claim, Key, Metadata, Pod, PodResourceClaim, PodSpec, Toleration
+from driver.kube.types import Claim, Key, Metadata, Pod, PodResourceClaim, Toleration
 
 MAX_SELECTIONS = 32
 """Different selectors for which devices are kept published for queued Workloads, those of the first ones."""
@@ -62,7 +64,11 @@ class WorkloadQueue(Queue):
             for index, pod_set in enumerate(workload.pods):
                 name = f"{workload.metadata.name}/{index}"  # no object has a slash in its name
                 of_pod = {f"{name}/{claim}": claim for claim in pod_set.claims}
-                pods.append(Pod(_metadata(workload, name), _pod_spec(pod_set.spec, of_pod)))
+                resource_claims = tuple(PodResourceClaim(claim, claim) for claim in of_pod)
+                spec = msgspec.structs.replace(
+                    pod_set.spec, tolerations=(EVERY_TAINT,), resource_claims=resource_claims
+                )
+                pods.append(Pod(_metadata(workload, name), spec))
                 for unique_name, claim in of_pod.items():
                     claims.append(Claim(_metadata(workload, unique_name), pod_set.claims[claim]))
                     self._origins[claims[-1].metadata.key] = WorkloadClaim(workload, pod_set, claim)
@@ -75,15 +81,6 @@ class WorkloadQueue(Queue):
 
 def _metadata(workload: QueuedWorkload, name: str) -> Metadata:
     return Metadata(name=name, namespace=workload.metadata.namespace, uid=workload.metadata.uid)
-
-
-def _pod_spec(spec: PodSpec, claims: Iterable[str]) -> PodSpec:
-    return PodSpec(
-        node_selector=spec.node_selector,
-        affinity=spec.affinity,
-        tolerations=(EVERY_TAINT,),
-        resource_claims=tuple(PodResourceClaim(claim, claim) for claim in claims),
-    )
 
 
 def queued_needs(queue: Queue) -> Sequence[QueuedNeed]:

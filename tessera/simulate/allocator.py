@@ -62,17 +62,17 @@ class RequestPart:
 
     claim: int
     request: int
-    wanted: ExactDeviceRequest
+    alternative: ExactDeviceRequest
     names: tuple[str, ...]
     selectors: tuple[tuple[str, DeviceSelector], ...]
     requested: Quantities
-    everything: tuple[AllocatableDevice, ...] | None = None
+    all_devices: tuple[AllocatableDevice, ...] | None = None
     """With allocation mode All: the devices, which are known from the beginning."""
     selected: dict[DeviceId, bool] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
-        return self.wanted.count if self.everything is None else len(self.everything)
+        return self.alternative.count if self.all_devices is None else len(self.all_devices)
 
 
 class ConstraintState:
@@ -178,7 +178,9 @@ class _AllocationSearch:
     def _read(self, index: int, claim: Claim, classes: Mapping[str, DeviceClass]) -> None:
         devices, parts = 0, list[list[RequestPart]]()
         for position, request in enumerate(claim.spec.devices.requests):
-            parts.append([self._part(index, position, request, wanted, classes) for wanted in request.alternatives])
+            parts.append(
+                [self._part(index, position, request, alternative, classes) for alternative in request.alternatives]
+            )
             devices += min(part.count for part in parts[-1])
             if devices > MAX_DEVICES:
                 message = f"claim {claim.metadata.key} requests {devices} devices; {MAX_DEVICES} are possible"
@@ -191,21 +193,21 @@ class _AllocationSearch:
         claim: int,
         position: int,
         request: Request,
-        wanted: ExactDeviceRequest,
+        alternative: ExactDeviceRequest,
         classes: Mapping[str, DeviceClass],
     ) -> RequestPart:
-        key, of_class = self._claims[claim].metadata.key, wanted.device_class_name
+        key, of_class = self._claims[claim].metadata.key, alternative.device_class_name
         selectors = [(f"class {of_class}", selector) for selector in classes[of_class].spec.selectors]
-        selectors += [(f"claim {key}", selector) for selector in wanted.selectors]
-        names = (request.name,) if request.exactly is not None else (request.name, f"{request.name}/{wanted.name}")
-        amounts = wanted.capacity.requests if wanted.capacity is not None else {}
+        selectors += [(f"claim {key}", selector) for selector in alternative.selectors]
+        names = (request.name,) if request.exactly is not None else (request.name, f"{request.name}/{alternative.name}")
+        amounts = alternative.capacity.requests if alternative.capacity is not None else {}
         requested = {name: number(amount) for name, amount in amounts.items()}
-        part = RequestPart(claim, position, wanted, names, tuple(selectors), requested)
-        if wanted.takes_all:
-            part.everything = self._everything(part)
+        part = RequestPart(claim, position, alternative, names, tuple(selectors), requested)
+        if alternative.takes_all:
+            part.all_devices = self._all_devices(part)
         return part
 
-    def _everything(self, part: RequestPart) -> tuple[AllocatableDevice, ...]:
+    def _all_devices(self, part: RequestPart) -> tuple[AllocatableDevice, ...]:
         found: list[AllocatableDevice] = []
         for pool in self._pools:
             if pool.incomplete:
@@ -252,14 +254,14 @@ class _AllocationSearch:
         self._steps += 1
         if self._steps % 256 == 0 and self._expired():
             raise AllocationError(FailureKind.TOO_LONG, "there are too many combinations of devices to try")
-        if part.everything == ():
+        if part.all_devices == ():
             return BranchOutcome.NONE
         if done == part.count:
             return self._request(part.claim, part.request + 1)
         if part.count - done > MAX_DEVICES - len(self._results[part.claim]):
             return BranchOutcome.TOO_MANY
-        if part.everything is not None:
-            return self._with(part, part.everything[done], done, start) or BranchOutcome.NONE
+        if part.all_devices is not None:
+            return self._with(part, part.all_devices[done], done, start) or BranchOutcome.NONE
         for position in range(start, len(self._candidates)):
             device = self._candidates[position]
             if self._in_use(part, device) or not self._selects(part, device) or not self._has_room(part, device):
@@ -281,7 +283,7 @@ class _AllocationSearch:
 
     def _in_use(self, part: RequestPart, device: AllocatableDevice) -> bool:
         taken = self._taken.get(device.id, ())
-        if part.wanted.admin_access:
+        if part.alternative.admin_access:
             return part.claim in taken
         return bool(taken) or device.id in self._held.devices
 
@@ -300,7 +302,7 @@ class _AllocationSearch:
             if not is_shared and not self._consume(device, undo):
                 return None
             taints = (taint for taint in device.entry.taints if taint.effect in BLOCKING)
-            if not all(taint.is_tolerated(part.wanted.tolerations) for taint in taints):
+            if not all(taint.is_tolerated(part.alternative.tolerations) for taint in taints):
                 return None
             if not self._constrain(part, device, undo) or not self._has_room(part, device):
                 return None
@@ -323,7 +325,7 @@ class _AllocationSearch:
             if not constraint.applies(part.names):
                 continue
             if not constraint.add(device):
-                if part.everything is None:
+                if part.all_devices is None:
                     return False
                 name = part.names[-1]
                 message = f"request {name} takes all devices, but a constraint does not allow {device.id.device}"
@@ -332,7 +334,7 @@ class _AllocationSearch:
         return True
 
     def _record(self, part: RequestPart, device: AllocatableDevice, undo: ExitStack) -> None:
-        result = Result(part.names[-1], *device.id, part.wanted.admin_access or None)
+        result = Result(part.names[-1], *device.id, part.alternative.admin_access or None)
         if device.entry.allow_multiple_allocations:
             taken = consumed(part.requested, device.entry.capacity)
             self._shared[device.id].append(taken)
@@ -350,7 +352,7 @@ def _left_of(pool: DevicePool, held: HeldDevices) -> Counters:
     """What the allocated devices of a pool leave of its counters."""
     remaining = dict(pool.counters)
     for device in (*pool.candidates, *pool.elsewhere):
-        if held.takes_counters(device.id):
+        if device.id in held.devices or device.id in held.shared:
             subtract(remaining, device.consumption)
     return remaining
 

@@ -48,10 +48,6 @@ class HeldDevices:
                     total[name] = total.get(name, 0) + number(amount)
         return held
 
-    def takes_counters(self, device: DeviceId) -> bool:
-        """Whether the counters that ``device`` consumes are taken."""
-        return device in self.devices or device in self.shared
-
 
 def consumed(requested: Quantities, capacities: Mapping[str, DeviceCapacity]) -> Quantities:
     """What a request takes of each capacity of a device. Raises AllocationError."""

@@ -71,8 +71,8 @@ class Simulation:
             header = ("POD", "CLAIM", "REQUEST", "NODE", "DEVICE", "ALSO FITS ON")
             yield columns(header, [tuple(map(printable, row)) for row in rows])
 
-    def _name(self, found: PodPlacement) -> str:
-        return f"{found.pod.metadata.key}{'' if id(found.pod) in self.given else ' (pending now)'}"
+    def _name(self, placement: PodPlacement) -> str:
+        return f"{placement.pod.metadata.key}{'' if id(placement.pod) in self.given else ' (pending now)'}"
 
     def _reasons_text(self) -> Iterator[str]:
         rows = [
@@ -116,7 +116,7 @@ class Simulation:
             rows.append((entry.node, f"gpu-{entry.number}", drawing, entry.gpu.product_name))
         return columns(("NODE", "GPU", "MEMORY SLICES AFTERWARDS", "PRODUCT"), rows)
 
-    def _as_json(self, found: PodPlacement) -> dict[str, Any]:
+    def _as_json(self, placement: PodPlacement) -> dict[str, Any]:
         claims = [
             {
                 "claim": str(claim.metadata.key),
@@ -125,11 +125,18 @@ class Simulation:
                     for result in allocation.devices.results
                 ],
             }
-            for claim, allocation in found.allocations
+            for claim, allocation in placement.allocations
         ]
-        reasons = [{"claim": reason.claim, "code": reason.code, "message": reason.sentence} for reason in found.reasons]
-        pod = {"pod": str(found.pod.metadata.key), "pendingNow": id(found.pod) not in self.given, "node": found.node}
-        return {**pod, "alsoFitsOn": list(found.elsewhere), "claims": claims, "reasons": reasons}
+        return {
+            "pod": str(placement.pod.metadata.key),
+            "pendingNow": id(placement.pod) not in self.given,
+            "node": placement.node,
+            "alsoFitsOn": list(placement.elsewhere),
+            "claims": claims,
+            "reasons": [
+                {"claim": reason.claim, "code": reason.code, "message": reason.sentence} for reason in placement.reasons
+            ],
+        }
 
     def _gpus(self) -> Iterator[dict[str, Any]]:
         for node, entries in sorted(self.cluster.fleet.nodes.items()):

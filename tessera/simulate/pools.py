@@ -82,8 +82,8 @@ def _is_for(node: Node, part: DetailedSliceSpec | DetailedDevice) -> bool:
     return part.all_nodes or (part.node_selector is not None and selects(part.node_selector, node))
 
 
-def _concerns(found: DetailedSlice, node: Node) -> bool:
-    spec = found.spec
+def _concerns(item: DetailedSlice, node: Node) -> bool:
+    spec = item.spec
     return any(_is_for(node, part) for part in (spec.devices if spec.per_device_node_selection else [spec]))
 
 
@@ -111,12 +111,12 @@ def _pool(pool: PoolId, own: list[DetailedSlice], slices: Sequence[DetailedSlice
         if len(current) != count:
             return DevicePool(pool, incomplete=True)
         others = [item for item in current if item.metadata.name not in names]
-    return _built(pool, sorted(own, key=lambda each: each.metadata.name), others)
+    return _built(pool, sorted(own, key=lambda item: item.metadata.name), others)
 
 
 def _built(pool: PoolId, own: Sequence[DetailedSlice], others: Sequence[DetailedSlice]) -> DevicePool:
     # A slice has either counter sets or devices: the API server refuses one with both.
-    sets = [counter_set for found in (*own, *others) for counter_set in found.spec.shared_counters]
+    sets = [counter_set for item in (*own, *others) for counter_set in item.spec.shared_counters]
     counters = counters_of((counter_set.name, counter_set.counters) for counter_set in sets)
     candidates, elsewhere = _candidates(own), _candidates(others)
     problem = (
