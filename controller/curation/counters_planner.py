@@ -21,12 +21,10 @@ from controller.curation.overdue_claims import WiderOffers
 from controller.curation.planner import PlannedOffers
 from controller.curation.ranked_fleet import NO_CANDIDATES, FleetPlace, RankedFleet
 from controller.demand.demand import Demand, Eligible, demand_of
+from controller.demand.device_search import ROUNDING
 from controller.demand.pending_claims import Queue
 from driver.model.offer import Offer, OfferKind
 from driver.placement.ranking import Ranking
-
-ROUNDING = 1e-6
-"""Smaller gains, in memory slices, are ignored."""
 
 EXTRA_EXCHANGES = 8
 """The limit of exchanges beyond the number of published offers, far above any that was observed."""

@@ -91,9 +91,9 @@ def _emptiest(queue: Queue, pod: Pod) -> frozenset[str]:
         for node in reversed(feasibility.nodes):
             if node not in eligible or not unheld.may_fit(requirements, frozenset({node})):
                 continue
-            gpus = sorted(feasibility.fleet.nodes[node], key=lambda entry: -entry.state.free)
-            states = tuple(entry.unheld.state for entry in gpus)
+            gpus = sorted(feasibility.fleet.nodes[node], key=lambda gpu: -gpu.state.free)
+            states = tuple(gpu.unheld.state for gpu in gpus)
             chosen = choose_devices(gpus, states, requirements, feasibility.matching.value, budget)
             if chosen:
-                return frozenset(entry.gpu.uuid for entry, _ in chosen)
+                return frozenset(gpu.gpu.uuid for gpu, _ in chosen)
     return frozenset()

@@ -26,6 +26,9 @@ NODE_STEPS = 500
 FLEET_STEPS = 4000
 """Devices tried on all nodes for one set of requirements."""
 
+ROUNDING = 1e-6
+"""Memory slices that are ignored: a share takes a fraction of one."""
+
 States = tuple[GpuState, ...]
 Bound = tuple[Hashable, ...]
 """For each constraint the value that its devices share, None while it has no devices; if distinct, all their values."""
@@ -58,14 +61,14 @@ def slices_of(state: GpuState, kind: OfferKind) -> float:
     return float(windows[0].bit_count() if windows else state.geometry.slices)
 
 
-def is_in_use(entry: FleetGpu, matches: Matches) -> bool:
+def is_in_use(gpu: FleetGpu, matches: Matches) -> bool:
     """Whether the scheduler would refuse a request for all devices here: a selected device is held, or tainted.
 
     Others need no check: neither devices that overlap a held one nor free devices of an unhealthy GPU are published.
     """
-    if any(matches.has(*device.spot) for device in entry.held):
+    if any(matches.has(*device.spot) for device in gpu.held):
         return True
-    return bool(entry.tainted) and bool(free_spots(replace(entry, tainted="").state, matches))
+    return bool(gpu.tainted) and bool(free_spots(replace(gpu, tainted="").state, matches))
 
 
 class SearchOutcome(Enum):
@@ -104,7 +107,7 @@ def fits(
 
     ``refuse_all_if_in_use``: a request for all devices is refused, as by the scheduler, where one of them is in use.
     """
-    matches = [[request.selector.on(entry) for entry in gpus] for request in requirements.requests]
+    matches = [[request.selector.on(gpu) for gpu in gpus] for request in requirements.requests]
     search = _DeviceSearch(
         gpus, states, requirements, matches, value_of, budget, refuse_all_if_in_use=refuse_all_if_in_use
     )
@@ -126,9 +129,9 @@ def choose_devices(
     """
     if published is not None and any(request.count is None for request in requirements.requests):
         return []
-    matches = [[request.selector.on(entry) for entry in gpus] for request in requirements.requests]
+    matches = [[request.selector.on(gpu) for gpu in gpus] for request in requirements.requests]
     if published is not None:
-        spots = [published.get(entry.gpu.uuid, ()) for entry in gpus]
+        spots = [published.get(gpu.gpu.uuid, ()) for gpu in gpus]
         matches = [[selected.limited_to(free) for selected, free in zip(row, spots, strict=True)] for row in matches]
     search = _DeviceSearch(gpus, states, requirements, matches, value_of, budget)
     return search.devices if search.run(records=True) is SearchOutcome.FITS else []
@@ -215,8 +218,8 @@ class _DeviceSearch:
             return False
         if index + 1 == len(self._requests) and not self._constraints[index] and not self._records:
             return True
-        where = (index, left, counts, states, bound)
-        if where in self._failed:
+        search_state = (index, left, counts, states, bound)
+        if search_state in self._failed:
             return False
         self._step()
         for position, spot, bound_after in self._choices(index, states, bound):
@@ -224,7 +227,7 @@ class _DeviceSearch:
             if self._take(index, left - 1, counts, _taken(states, position, spot), bound_after):
                 return True
             self._chosen.pop()
-        self._failed.add(where)
+        self._failed.add(search_state)
         return False
 
     def _capacity(self, index: int, states: States, bound: Bound) -> int:
@@ -296,10 +299,10 @@ class _DeviceSearch:
         return tuple(values)
 
     def _value(self, position: int, spot: Spot, attribute: str) -> Hashable | None:
-        where = (position, spot, attribute)
-        if where not in self._values:
-            self._values[where] = self._value_of(self._gpus[position], spot, attribute)
-        return self._values[where]
+        query = (position, spot, attribute)
+        if query not in self._values:
+            self._values[query] = self._value_of(self._gpus[position], spot, attribute)
+        return self._values[query]
 
     def _step(self) -> None:
         self._steps += 1

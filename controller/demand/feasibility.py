@@ -151,14 +151,14 @@ class Feasibility:
             self._states[node] = tuple(map(self.state, self.fleet.nodes[node]))
         return self._states[node]
 
-    def state(self, entry: FleetGpu) -> GpuState:
+    def state(self, gpu: FleetGpu) -> GpuState:
         if not self._is_ideal:
-            return entry.state
-        geometry = entry.state.geometry
-        return GpuState(geometry, shares=entry.shares, taken=(0,) * len(geometry.limits))
+            return gpu.state
+        geometry = gpu.state.geometry
+        return GpuState(geometry, shares=gpu.shares, taken=(0,) * len(geometry.limits))
 
     def gpus_on(self, nodes: Nodes) -> Iterator[FleetGpu]:
-        return (entry for entry in self.fleet if entry.node in nodes)
+        return (gpu for gpu in self.fleet if gpu.node in nodes)
 
     def may_fit(self, requirements: ClaimRequirements, nodes: Nodes) -> bool:
         """Whether one of ``nodes`` satisfies ``requirements``, or might."""
@@ -166,7 +166,7 @@ class Feasibility:
 
     def fits_on(self, gpus: Sequence[FleetGpu], requirements: ClaimRequirements) -> bool:
         """Whether hypothetical ``gpus`` of one node certainly satisfy ``requirements``."""
-        states = tuple(entry.state for entry in gpus)
+        states = tuple(gpu.state for gpu in gpus)
         return fits(gpus, states, requirements, self.matching.value, Budget()) is SearchOutcome.FITS
 
     def find_node(self, requirements: ClaimRequirements, nodes: Nodes) -> NodeSearch:
@@ -214,7 +214,7 @@ class Feasibility:
         gpus, states, requests = self.fleet.nodes[node], self.states(node), requirements.requests
         alike: Hashable = None
         if not requirements.constraints and all(request.count is not None for request in requests):
-            alike = (requirements, states, tuple(request.selector.on(entry) for request in requests for entry in gpus))
+            alike = (requirements, states, tuple(request.selector.on(gpu) for request in requests for gpu in gpus))
             if alike in self._outcomes:
                 return self._outcomes[alike]
         outcome = fits(gpus, states, requirements, self.matching.value, budget, refuse_all_if_in_use=not self._is_ideal)
@@ -239,7 +239,7 @@ class Feasibility:
         """The number of GPUs in the whole fleet that have devices of ``kind``."""
         having = self._memory.having
         if not having:
-            alike = Counter((entry.state.geometry, bool(entry.shares)) for entry in self.fleet)
+            alike = Counter((gpu.state.geometry, bool(gpu.shares)) for gpu in self.fleet)
             for (geometry, shared), count in alike.items():
                 for offered in GpuState(geometry, shares=int(shared)).offered():
                     having[offered] += count
@@ -269,13 +269,13 @@ class Feasibility:
         if query not in memory:
             sets: dict[Hashable, list[str]] = {}
             gpus = self.kinds(request.selector, nodes).get(selected, frozenset())
-            for entry in self.gpus_on(nodes):
-                if entry.gpu.uuid not in gpus or (not lasts and self._refuses_all(request, entry.node)):
+            for gpu in self.gpus_on(nodes):
+                if gpu.gpu.uuid not in gpus or (not lasts and self._refuses_all(request, gpu.node)):
                     continue
-                spot = Spot(selected.kind, _a_start(entry, selected))
-                values = tuple(self.matching.value(entry, spot, name) for name in attributes)
+                spot = Spot(selected.kind, _a_start(gpu, selected))
+                values = tuple(self.matching.value(gpu, spot, name) for name in attributes)
                 if None not in values:
-                    sets.setdefault((entry.node, values), []).append(entry.gpu.uuid)
+                    sets.setdefault((gpu.node, values), []).append(gpu.gpu.uuid)
             _remember(memory, query, list(sets.values()), most)
         return memory[query]
 
@@ -303,9 +303,7 @@ class Feasibility:
 
     def _refuses_all(self, request: DeviceRequest, node: str) -> bool:
         """Whether the scheduler refuses a request for all devices there, since some of them are in use."""
-        return not self._is_ideal and any(
-            is_in_use(entry, request.selector.on(entry)) for entry in self.fleet.nodes[node]
-        )
+        return not self._is_ideal and any(is_in_use(gpu, request.selector.on(gpu)) for gpu in self.fleet.nodes[node])
 
 
 def _remember(memory: dict[K, V], query: K, answer: V, most: int = MAX_ANSWERS) -> None:
@@ -315,9 +313,9 @@ def _remember(memory: dict[K, V], query: K, answer: V, most: int = MAX_ANSWERS) 
     memory[query] = answer
 
 
-def _a_start(entry: FleetGpu, selected: SelectedKind) -> int:
+def _a_start(gpu: FleetGpu, selected: SelectedKind) -> int:
     """The start of any ``selected`` device: those of one GPU differ in no attribute by which GPUs are grouped."""
     if selected.starts:
         return min(selected.starts)
-    profile = entry.gpu.profile_named(selected.kind.profile) if selected.kind.profile is not None else None
+    profile = gpu.gpu.profile_named(selected.kind.profile) if selected.kind.profile is not None else None
     return profile.placements[0].start if profile is not None else 0

@@ -12,16 +12,13 @@ import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from controller.demand.device_search import SearchOutcome, most_devices, slices_of
+from controller.demand.device_search import ROUNDING, SearchOutcome, most_devices, slices_of
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.requirements import ClaimRequirements
 from driver.kube.types import Key, Pod, PodGroup
 
 Wanted = tuple[tuple[ClaimRequirements, ...], Nodes]
 """The alternatives of a pod, of which one must be satisfied on one of the nodes."""
-
-ROUNDING = 1e-6
-"""Memory slices that are ignored: a share takes a fraction of one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +109,7 @@ class GangRoom:
         gpus, states = self._feasibility.fleet.nodes[node], self._feasibility.states(node)
         most, size = math.inf, 0.0
         for request in requirements.requests:
-            matches = [request.selector.on(entry) for entry in gpus]
+            matches = [request.selector.on(gpu) for gpu in gpus]
             pairs = list(zip(states, matches, strict=True))
             count = request.count or 1
             most = min(most, sum(most_devices(*pair) for pair in pairs) // count if request.count else 1)

@@ -112,13 +112,13 @@ class Selector:
         self._by_gpu_class: dict[tuple[int, ...], Matches] = {}
         self._met: tuple[Hardware, Met] | None = None
 
-    def on(self, entry: FleetGpu) -> Matches:
+    def on(self, gpu: FleetGpu) -> Matches:
         """The devices that it selects of one GPU, held or not."""
-        gpu_class = self._classes.of(entry)
+        gpu_class = self._classes.of(gpu)
         matches = self._by_gpu_class.get(gpu_class)
         if matches is None:
-            pairs = zip(gpu_class, examples_of(entry), strict=True)
-            parts = [self._matches_of_class(class_number, entry, device.kind) for class_number, device in pairs]
+            pairs = zip(gpu_class, examples_of(gpu), strict=True)
+            parts = [self._matches_of_class(class_number, gpu, device.kind) for class_number, device in pairs]
             matches = self._by_gpu_class[gpu_class] = _joined([part for part in parts if part or part.failures])
         return matches
 
@@ -129,15 +129,15 @@ class Selector:
             if matches or matches.failures:
                 yield matches, gpus
 
-    def _matches_of_class(self, class_number: int, entry: FleetGpu, kind: DeviceKind) -> Matches:
+    def _matches_of_class(self, class_number: int, gpu: FleetGpu, kind: DeviceKind) -> Matches:
         if class_number not in self._by_class:
-            self._by_class[class_number] = self._select(entry, kind)
+            self._by_class[class_number] = self._select(gpu, kind)
         return self._by_class[class_number]
 
-    def _select(self, entry: FleetGpu, kind: DeviceKind) -> Matches:
+    def _select(self, gpu: FleetGpu, kind: DeviceKind) -> Matches:
         starts_by_kind: dict[OfferKind, frozenset[int] | None] = {}
         failures: list[SelectorFailure] = []
-        for devices in representatives(entry, kind, each_placement=self._by_placement):
+        for devices in representatives(gpu, kind, each_placement=self._by_placement):
             verdicts = [(device, self._timed_verdict(device)) for device in devices]
             failures += [verdict for _, verdict in verdicts if isinstance(verdict, SelectorFailure)]
             selected = [device for device, verdict in verdicts if verdict is True]
@@ -246,10 +246,10 @@ class Selectors:
         read = {domain for program in programs[: len(expressions)] for _, domain, _ in program.reads}
         return Selector(self.driver, tuple(programs), classes, time, is_about_us=self.driver in read)
 
-    def value(self, entry: FleetGpu, spot: Spot, attribute: str) -> Hashable | None:
+    def value(self, gpu: FleetGpu, spot: Spot, attribute: str) -> Hashable | None:
         """The value that constraints compare: a device's attribute, by its full name; None where it has none."""
         name = attribute.removeprefix(f"{self.driver}/")
-        device, fact = entry.device(spot), FACT_OF[spot.kind.type].get(name)
+        device, fact = gpu.device(spot), FACT_OF[spot.kind.type].get(name)
         value = fact(device) if device is not None and fact is not None else None
         return None if value is None else (type(value), value)
 

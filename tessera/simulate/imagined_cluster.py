@@ -152,23 +152,16 @@ class ImaginedCluster:
         if self._content.rules or node in self._content.policies:
             return node
         gpus = []
-        for entry in self.fleet.nodes[node]:
-            held = entry.state, tuple(device.name for device in entry.held)
-            usable = (
-                entry.fault,
-                entry.why_no_offers,
-                entry.uses,
-                entry.shares_only,
-                entry.foreign,
-                entry.gpu.mig_mode,
-            )
-            gpus.append((entry.number, selector.on(entry), held, usable))
+        for gpu in self.fleet.nodes[node]:
+            held = gpu.state, tuple(device.name for device in gpu.held)
+            usable = gpu.fault, gpu.why_no_offers, gpu.uses, gpu.shares_only, gpu.foreign, gpu.gpu.mig_mode
+            gpus.append((gpu.number, selector.on(gpu), held, usable))
         return self._nodes[node].spec, tuple(gpus)
 
     def alone(self, node: str) -> ImaginedCluster:
         """A cluster of one node, with what is held and offered on it."""
         gpus = self.fleet.nodes[node]
-        names = {entry.gpu.uuid for entry in gpus}
+        names = {gpu.gpu.uuid for gpu in gpus}
         held = {holding.claim for holding in self._index.held(Pool(node, self.driver).name).values()}
         content = replace(
             self._content,
@@ -206,11 +199,11 @@ class ImaginedCluster:
     def _held_on(self, node: str) -> Iterator[FleetGpu]:
         """The GPUs of ``node`` of which more is held than before."""
         names = self._index.held(Pool(node, self.driver).name)
-        for entry in self.fleet.nodes.get(node, ()):
-            held = {device.name for device in entry.held}
-            new = [device for name in names if name not in held and (device := entry.device_named(name)) is not None]
+        for gpu in self.fleet.nodes.get(node, ()):
+            held = {device.name for device in gpu.held}
+            new = [device for name in names if name not in held and (device := gpu.device_named(name)) is not None]
             if new:
-                yield entry.holding((*entry.held, *new))
+                yield gpu.holding((*gpu.held, *new))
 
     # The controller
 
@@ -289,23 +282,23 @@ class PublishedSlices:
     def _slices(self, node: str, gpus: tuple[FleetGpu, ...], offers: frozenset[Offer]) -> Iterator[DetailedSlice]:
         policy = self._policies.get(node) or PublishPolicy(offers=offers, closing=True)
         policy, pool = replace(policy, mode=self._mode), Pool(node, self._driver)
-        built = SliceBuilder(pool).build(_publishable(entry).published(policy) for entry in gpus)
+        built = SliceBuilder(pool).build(_publishable(gpu).published(policy) for gpu in gpus)
         for name, content in built.items():
             spec = msgspec.convert(slice_spec(content, pool, 1, len(built)), DetailedSliceSpec)
             yield DetailedSlice(ObjectMeta(name, "0"), spec)
 
 
-def _publishable(entry: FleetGpu) -> PublishableGpu:
+def _publishable(gpu: FleetGpu) -> PublishableGpu:
     return PublishableGpu(
-        entry.gpu,
-        entry.number,
-        entry.devices,
-        prepared=entry.held,
+        gpu.gpu,
+        gpu.number,
+        gpu.devices,
+        prepared=gpu.held,
         allocated=(),
-        shares_only=entry.shares_only,
-        foreign=ForeignPartitions(entry.foreign),
+        shares_only=gpu.shares_only,
+        foreign=ForeignPartitions(gpu.foreign),
         reserved=False,
-        fault=entry.fault,
+        fault=gpu.fault,
         conditions=(),
     )
 

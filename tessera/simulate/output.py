@@ -96,7 +96,7 @@ class Simulation:
     def _counts(self, filled: Filled) -> tuple[Counter[str], Counter[str]]:
         """The claims of ``--fill`` by node and by product; devices of other drivers have none."""
         fleet = self.cluster.fleet
-        products = {(entry.node, device.name): entry.gpu.product_name for entry in fleet for device in entry.held}
+        products = {(gpu.node, device.name): gpu.gpu.product_name for gpu in fleet for device in gpu.held}
         by_node = Counter({node: len(names) for node, names in filled.devices.items()})
         got = ((node, name) for node, names in filled.devices.items() for name in names)
         return by_node, Counter(products.get(device, "other") for device in got)
@@ -106,14 +106,14 @@ class Simulation:
         fleet = self.cluster.fleet
         used = {placement.node for placement in self.placements} | set(self.filled.devices if self.filled else ())
         nodes = [node for node in sorted(fleet.nodes) if len(fleet.nodes) <= MAX_DRAWN_NODES or node in used]
-        entries = [entry for node in nodes for entry in fleet.nodes[node]]
-        if not entries:
+        gpus = [gpu for node in nodes for gpu in fleet.nodes[node]]
+        if not gpus:
             return "no GPUs to draw"
-        width = cell_width(span for entry in entries for span in _spans(entry))
+        width = cell_width(span for gpu in gpus for span in _spans(gpu))
         rows = []
-        for entry in entries:
-            drawing = draw_slices(entry.gpu.memory_slices, _spans(entry), width)
-            rows.append((entry.node, f"gpu-{entry.number}", drawing, entry.gpu.product_name))
+        for gpu in gpus:
+            drawing = draw_slices(gpu.gpu.memory_slices, _spans(gpu), width)
+            rows.append((gpu.node, f"gpu-{gpu.number}", drawing, gpu.gpu.product_name))
         return columns(("NODE", "GPU", "MEMORY SLICES AFTERWARDS", "PRODUCT"), rows)
 
     def _as_json(self, placement: PodPlacement) -> dict[str, Any]:
@@ -139,26 +139,26 @@ class Simulation:
         }
 
     def _gpus(self) -> Iterator[dict[str, Any]]:
-        for node, entries in sorted(self.cluster.fleet.nodes.items()):
+        for node, gpus in sorted(self.cluster.fleet.nodes.items()):
             holders = self.cluster.holders(node)
-            for entry in entries:
-                held = [{"device": device.name, "claim": holders.get(device.name)} for device in entry.held]
-                about = {"gpu": f"gpu-{entry.number}", "uuid": entry.gpu.uuid, "product": entry.gpu.product_name}
+            for gpu in gpus:
+                held = [{"device": device.name, "claim": holders.get(device.name)} for device in gpu.held]
+                about = {"gpu": f"gpu-{gpu.number}", "uuid": gpu.gpu.uuid, "product": gpu.gpu.product_name}
                 yield {"node": node, **about, "held": held}
 
 
-def _spans(entry: FleetGpu) -> list[Span]:
+def _spans(gpu: FleetGpu) -> list[Span]:
     """What takes the memory slices of a GPU."""
-    slices = entry.gpu.memory_slices
-    shares = [device for device in entry.held if device.kind is DeviceKind.SHARE]
+    slices = gpu.gpu.memory_slices
+    shares = [device for device in gpu.held if device.kind is DeviceKind.SHARE]
     if shares:
         return [Span(0, slices, f"{len(shares)} of {shares[0].shares}")]
-    if entry.fault is not None and not entry.held:
+    if gpu.fault is not None and not gpu.held:
         return [Span(0, slices, "unusable")]
-    foreign = [Span(start, 1, "used") for start in range(slices) if entry.foreign >> start & 1]
+    foreign = [Span(start, 1, "used") for start in range(slices) if gpu.foreign >> start & 1]
     return foreign + [
         Span(0, slices, "full")
         if device.placement is None or device.profile is None
         else Span(device.placement.start, device.placement.size, device.profile.name)
-        for device in entry.held
+        for device in gpu.held
     ]
