@@ -234,10 +234,8 @@ class _Plan:
     ) -> list[FleetPlace]:
         """The GPUs with the least free memory come first. ``published``: the only spots to use, by GPU."""
         gpus = sorted(self._feasibility.fleet.nodes[node], key=lambda gpu: gpu.state.free)
-        position_of, draft = (
-            self._fleet.position_of,
-            self._draft(FULL),
-        )  # any draft will do: each has all planned places
+        position_of = self._fleet.position_of
+        draft = self._draft(FULL)  # any draft will do: each has all planned places
         states = tuple(draft.state(*position_of[gpu.gpu.uuid]) for gpu in gpus)
         chosen = choose_devices(gpus, states, requirements, self._feasibility.matching.value, budget, published)
         return [FleetPlace(*position_of[gpu.gpu.uuid], spot) for gpu, spot in chosen]

@@ -139,14 +139,13 @@ class Queue:
         exclusions = ((node.metadata.name, exclusion(pod.spec, node, self._allocated(pod))) for node in others)
         return {name: excluded for name, excluded in exclusions if excluded is not None}
 
-    def find_node(self, pending: PendingClaim, feasibility: Feasibility | None = None) -> NodeSearch:
-        """A node that satisfies it and the other claims of one of its pods; now, or by another ``feasibility``."""
-        feasibility = feasibility or self.feasibility
+    def find_node(self, pending: PendingClaim) -> NodeSearch:
+        """A node that satisfies it and the other claims of one of its pods."""
         undecided = False
         for pod in pending.pods:
             nodes = self.nodes_for(pod)
             for requirements in self.combinations(pod):
-                search = feasibility.find_node(requirements, nodes)
+                search = self.feasibility.find_node(requirements, nodes)
                 if search.outcome is SearchOutcome.FITS:
                     return search
                 undecided |= search.outcome is SearchOutcome.UNKNOWN
@@ -176,11 +175,8 @@ class Queue:
     def of_pod(self, pod: Pod) -> list[PendingClaim]:
         return self._claims_of_pod.get(str(pod.metadata.key), [])
 
-    def room(self, gang: Gang, feasibility: Feasibility | None = None) -> Room:
-        """How many pods of ``gang`` there is room for at most; now, or by another ``feasibility``.
-
-        Missing pods are taken to be like the first one.
-        """
+    def room(self, gang: Gang) -> Room:
+        """How many pods of ``gang`` there is room for at most; missing pods are taken to be like the first one."""
         seen: set[str] = set()
         alike: Counter[Wanted] = Counter()
         for pod in gang.pods:
@@ -191,7 +187,7 @@ class Queue:
         if alike.total() == len(gang.pods):
             alike[next(iter(alike))] += gang.missing
         sharing = len(gang.pods) + gang.missing - alike.total()
-        room = (self._gang_room if feasibility is None else GangRoom(feasibility)).of(alike)
+        room = self._gang_room.of(alike)
         return Room(room.pods + sharing, room.nodes)
 
     @cached_property

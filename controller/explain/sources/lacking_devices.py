@@ -285,7 +285,7 @@ class Reasoning:
         return f" (on {listed(sorted(there))})" if there else ""
 
     def _pod_is_impossible(self, pending: PendingClaim) -> bool:
-        return self.queue.find_node(pending, self._feasibility.unheld).outcome is SearchOutcome.NONE
+        return self.queue.with_feasibility(self._feasibility.unheld).find_node(pending).outcome is SearchOutcome.NONE
 
     def _permanent_reason(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
         """Why a claim cannot be satisfied by itself even if nothing is held; None if it could or that is unknown."""

@@ -19,7 +19,7 @@ def reason_of_gang(queue: Queue, gang: Gang) -> Reason | None:
     """Why the scheduler can not place ``gang``; None if unknown, or if pods are missing, which it reports itself."""
     if gang.missing:
         return None
-    emptied = queue.room(gang, queue.feasibility.unheld)
+    emptied = queue.with_feasibility(queue.feasibility.unheld).room(gang)
     permanent = emptied.pods < gang.needed
     room = emptied if permanent else queue.room(gang)
     free = "even if nothing were held, there would be room for" if permanent else "free devices are enough for"
