@@ -20,8 +20,8 @@ SHARE = re.compile(r"gpu-(?P<number>[0-9]{1,4})-share-(?P<index>[0-9]{1,2})")
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """The GPUs of a node as built last: with nothing held, and as they are."""
+class BuiltNode:
+    """The GPUs of a node as they were built last: with nothing held, and as they are."""
 
     view: NodeView
     empty: tuple[FleetGpu, ...]
@@ -32,7 +32,7 @@ class FleetBuilder:
     """Builds the fleet from the views of the nodes, and renews only the GPUs of which something changed."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Known] = {}
+        self._built: dict[str, BuiltNode] = {}
         self._fleet = Fleet()
         self._distinct = True
         """Whether no GPU is on two nodes."""
@@ -41,9 +41,9 @@ class FleetBuilder:
         """The fleet of ``views``, all of which the last call had too but for ``changes``."""
         if changes.membership:
             return self._rebuild(views)
-        old = [self._known[view.name] for view in changes.views]
-        new = [self._node(view, known) for view, known in zip(changes.views, old, strict=True)]
-        self._known |= {known.view.name: known for known in new}
+        old = [self._built[view.name] for view in changes.views]
+        new = [self._node(view, before) for view, before in zip(changes.views, old, strict=True)]
+        self._built |= {built.view.name: built for built in new}
         if not self._distinct or not all(map(_same_hardware, old, new)):
             return self._rebuild(views)
         pairs = ((was.gpus, now.gpus) for was, now in zip(old, new, strict=True))
@@ -53,19 +53,19 @@ class FleetBuilder:
         return self._fleet
 
     def _rebuild(self, views: Sequence[NodeView]) -> Fleet:
-        self._known = {view.name: self._node(view, self._known.get(view.name)) for view in views}
+        self._built = {view.name: self._node(view, self._built.get(view.name)) for view in views}
         # A GPU that two nodes report belongs to the one that accepts offers: its node was registered by another name.
         ordered = sorted(views, key=lambda view: not view.why_no_offers)
-        self._fleet = Fleet.of(gpu for view in ordered for gpu in self._known[view.name].gpus)
-        self._distinct = sum(len(known.gpus) for known in self._known.values()) == len(self._fleet.gpus)
+        self._fleet = Fleet.of(gpu for view in ordered for gpu in self._built[view.name].gpus)
+        self._distinct = sum(len(built.gpus) for built in self._built.values()) == len(self._fleet.gpus)
         return self._fleet
 
-    def _node(self, node: NodeView, known: Known | None) -> Known:
-        if known is not None and known.view is node:
-            return known
-        empty = known.empty if known is not None and _alike(known.view, node) else _empty(node, known)
-        there = {entry.gpu.uuid: entry for entry in known.gpus} if known is not None else {}
-        return Known(node, empty, tuple(_holding(node, entry, there.get(entry.gpu.uuid)) for entry in empty))
+    def _node(self, node: NodeView, before: BuiltNode | None) -> BuiltNode:
+        if before is not None and before.view is node:
+            return before
+        empty = before.empty if before is not None and _alike(before.view, node) else _empty(node, before)
+        there = {entry.gpu.uuid: entry for entry in before.gpus} if before is not None else {}
+        return BuiltNode(node, empty, tuple(_holding(node, entry, there.get(entry.gpu.uuid)) for entry in empty))
 
 
 def _alike(before: NodeView, after: NodeView) -> bool:
@@ -77,13 +77,13 @@ def _alike(before: NodeView, after: NodeView) -> bool:
     )
 
 
-def _same_hardware(before: Known, after: Known) -> bool:
+def _same_hardware(before: BuiltNode, after: BuiltNode) -> bool:
     return [(entry.gpu, entry.shares) for entry in before.gpus] == [(entry.gpu, entry.shares) for entry in after.gpus]
 
 
-def _empty(node: NodeView, known: Known | None) -> tuple[FleetGpu, ...]:
+def _empty(node: NodeView, before: BuiltNode | None) -> tuple[FleetGpu, ...]:
     """The node's GPUs with nothing held; an unchanged GPU stays the same object."""
-    there = {entry.gpu.uuid: entry.gpu for entry in known.empty} if known is not None else {}
+    there = {entry.gpu.uuid: entry.gpu for entry in before.empty} if before is not None else {}
     try:
         return tuple(_gpu(node, state, there.get(state.gpu.uuid)) for state in states_of(node.status.inventory))
     except StateError as error:

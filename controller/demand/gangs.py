@@ -69,7 +69,7 @@ class GangRoom:
 
     def __init__(self, feasibility: Feasibility) -> None:
         self._feasibility = feasibility
-        self._known: dict[tuple[ClaimRequirements, str], tuple[int, float]] = {}
+        self._rooms: dict[tuple[ClaimRequirements, str], tuple[int, float]] = {}
 
     def of(self, pods: Mapping[Wanted, int]) -> Room:
         """``pods``: how many are alike."""
@@ -104,8 +104,8 @@ class GangRoom:
     def _on(self, requirements: ClaimRequirements, node: str) -> tuple[int, float]:
         """The number of such pods that one node has room for at most, and the memory slices of one at least."""
         query = (requirements, node)
-        if query in self._known:
-            return self._known[query]
+        if query in self._rooms:
+            return self._rooms[query]
         gpus, states = self._feasibility.fleet.nodes[node], self._feasibility.states(node)
         most, size = math.inf, 0.0
         for request in requirements.requests:
@@ -119,5 +119,5 @@ class GangRoom:
         if size:
             most = min(most, (sum(state.free for state in states) + ROUNDING) // size)
         # No limit: devices of other drivers only.
-        self._known[query] = (sys.maxsize if most == math.inf else int(most), size)
-        return self._known[query]
+        self._rooms[query] = (sys.maxsize if most == math.inf else int(most), size)
+        return self._rooms[query]

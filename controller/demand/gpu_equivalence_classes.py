@@ -38,7 +38,7 @@ class EquivalenceClasses:
 
     def __init__(self, names: Names) -> None:
         self.names = names
-        self._known: dict[str, tuple[Gpu, int, tuple[int, ...]]] = {}
+        self._classified: dict[str, tuple[Gpu, int, tuple[int, ...]]] = {}
         self._numbers: dict[Hashable, int] = {}
         self._next_number = count()  # unlike the size of a dict never the same for two threads
         self._by_facts: dict[Hashable, tuple[int, ...]] | None = (
@@ -52,35 +52,33 @@ class EquivalenceClasses:
         """The GPUs of ``fleet``, those with equivalent devices together; remembered while the hardware is the same."""
         remembered = self._groups
         if remembered is None or remembered[0] is not fleet.hardware:
-            found: dict[tuple[int, ...], tuple[FleetGpu, list[str]]] = {}
-            for entry in fleet:
-                found.setdefault(self.of(entry), (entry, []))[1].append(entry.gpu.uuid)
-            remembered = (fleet.hardware, [Alike(example, tuple(gpus)) for example, gpus in found.values()])
+            members: dict[tuple[int, ...], tuple[FleetGpu, list[str]]] = {}
+            for gpu in fleet:
+                members.setdefault(self.of(gpu), (gpu, []))[1].append(gpu.gpu.uuid)
+            remembered = (fleet.hardware, [Alike(example, tuple(gpus)) for example, gpus in members.values()])
             self._groups = remembered  # the web page's thread looks at other fleets
         return remembered[1]
 
-    def of(self, entry: FleetGpu) -> tuple[int, ...]:
+    def of(self, gpu: FleetGpu) -> tuple[int, ...]:
         """A number for each kind of device that the GPU has; equal numbers mean equivalent devices."""
-        gpu = entry.gpu
-        remembered = self._known.get(gpu.uuid)
-        if remembered is None or remembered[0] is not gpu or remembered[1] != entry.shares:
-            remembered = self._known[gpu.uuid] = (gpu, entry.shares, self._classify(entry))
+        remembered = self._classified.get(gpu.gpu.uuid)
+        if remembered is None or remembered[0] is not gpu.gpu or remembered[1] != gpu.shares:
+            remembered = self._classified[gpu.gpu.uuid] = (gpu.gpu, gpu.shares, self._classify(gpu))
         return remembered[2]
 
-    def _classify(self, entry: FleetGpu) -> tuple[int, ...]:
+    def _classify(self, gpu: FleetGpu) -> tuple[int, ...]:
         if self._by_facts is None:
-            return tuple(self._number(entry, example) for example in examples_of(entry))
-        link = entry.gpu.nvlink
+            return tuple(self._number(gpu, example) for example in examples_of(gpu))
+        link = gpu.gpu.nvlink
         links = None if link is None else (link.generation, link.links, link.bandwidth)
-        facts = (COMMON_FACTS(entry.gpu), links, entry.state.geometry, entry.shares)
+        facts = (COMMON_FACTS(gpu.gpu), links, gpu.state.geometry, gpu.shares)
         if facts not in self._by_facts:
-            self._by_facts[facts] = tuple(self._number(entry, example) for example in examples_of(entry))
+            self._by_facts[facts] = tuple(self._number(gpu, example) for example in examples_of(gpu))
         return self._by_facts[facts]
 
-    def _number(self, entry: FleetGpu, example: Device) -> int:
+    def _number(self, gpu: FleetGpu, example: Device) -> int:
         """The attributes of all devices of a kind follow from the GPU's geometry and capacity and from one device."""
-        gpu = entry.gpu
-        size = (entry.state.geometry, gpu.memory_bytes, gpu.multiprocessors)
+        size = (gpu.state.geometry, gpu.gpu.memory_bytes, gpu.gpu.multiprocessors)
         key = (example.kind, *size, facts_of(example, self.names))
         return self._numbers.setdefault(key, next(self._next_number))
 
@@ -94,24 +92,23 @@ COMMON_FACTS = attrgetter(
 """The facts about a GPU that other GPUs may share and by which devices can differ, except its links."""
 
 
-def representatives(entry: FleetGpu, kind: DeviceKind, *, each_placement: bool) -> Iterator[list[Device]]:
+def representatives(gpu: FleetGpu, kind: DeviceKind, *, each_placement: bool) -> Iterator[list[Device]]:
     """For each profile of that kind the devices that represent all of them: one, or one for every placement."""
-    gpu, number = entry.gpu, entry.number
     if kind is DeviceKind.FULL:
-        yield [full_device(gpu, number)]
+        yield [full_device(gpu.gpu, gpu.number)]
     elif kind is DeviceKind.SHARE:
-        if entry.shares:
-            yield [share_device(gpu, number, 0, entry.shares)]
+        if gpu.shares:
+            yield [share_device(gpu.gpu, gpu.number, 0, gpu.shares)]
     else:
-        for profile in gpu.profiles:
+        for profile in gpu.gpu.profiles:
             if placements := profile.placements if each_placement else profile.placements[:1]:
-                yield [partition_device(gpu, number, profile, placement) for placement in placements]
+                yield [partition_device(gpu.gpu, gpu.number, profile, placement) for placement in placements]
 
 
-def examples_of(entry: FleetGpu) -> Iterator[Device]:
+def examples_of(gpu: FleetGpu) -> Iterator[Device]:
     """One device of each kind that the GPU has."""
     for kind in DeviceKind:
-        yield from next(representatives(entry, kind, each_placement=False), ())
+        yield from next(representatives(gpu, kind, each_placement=False), ())
 
 
 def facts_of(device: Device, names: Names) -> tuple[Value, ...]:
