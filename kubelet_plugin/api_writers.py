@@ -76,7 +76,7 @@ class Publishing:
             loop=background.loop(SLICES_DELAY_SECONDS, probes.publishing),
         )
         self._watched = probes.publishing
-        report = PlanReport(self._follower, inventory, self._instructions, health)
+        report = PlanReport(self._follower, health)
         loop = background.loop(STATUS_DELAY_SECONDS, probes.plan_status)
         self._plan_status = PlanStatusWriter(client, node, report, loop=loop)
         self._fence_release = FenceRelease(client, settings.namespace, pool, self._follower.mode_choice)

@@ -45,7 +45,7 @@ class DeviceNode:
 class DeviceNodes:
     """The device nodes that containers need to use a GPU or a partition. Methods raise HardwareError."""
 
-    def __init__(self, paths: HostPaths, driver_root: Path = HOST) -> None:
+    def __init__(self, paths: HostPaths, driver_root: Path) -> None:
         self._paths = paths
         self._driver_root = driver_root
         self._host = str(paths.root).rstrip("/")

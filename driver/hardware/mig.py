@@ -63,7 +63,8 @@ class MigOperations:
     def all_instances(self, gpu: Gpu) -> Iterator[Partition]:
         """All MIG instances that exist on ``gpu``, which must be in MIG mode."""
         for profile in gpu.profiles:
-            yield from self._instances(gpu, profile)
+            with nvml_call(f"listing the {profile.name} instances of {gpu.uuid}"):
+                yield from self._list_instances(gpu, profile)
 
     def find_partition(self, gpu: Gpu, profile: Profile, placement: Placement) -> Partition | None:
         """The instance of ``profile`` at exactly ``placement``, complete or not."""
@@ -138,9 +139,8 @@ class MigOperations:
             instance = self._nvml.nvmlDeviceGetGpuInstanceById(self._handle(gpu), partition.gpu_instance_id)
             self._nvml.nvmlGpuInstanceDestroy(instance)
         except pynvml.NVMLError as error:
-            with nvml_call(what):
-                if error.value != GONE:
-                    raise
+            if error.value != GONE:
+                raise refused(what, error) from error
             # Without a record the instance would stay forever, so NOT_FOUND is accepted only if the list agrees.
             if any(p.gpu_instance_id == partition.gpu_instance_id for p in self.all_instances(gpu)):
                 raise HardwareError(f"{what}: NVML says NOT_FOUND and lists it all the same", GONE) from error
@@ -158,10 +158,6 @@ class MigOperations:
             return int(self._nvml.nvmlDeviceSetMigMode(self._handle(gpu), mode))
         except pynvml.NVMLError as error:
             raise refused(f"switching MIG mode {'on' if enabled else 'off'} on {gpu.uuid}", error) from error
-
-    def _instances(self, gpu: Gpu, profile: Profile) -> Iterator[Partition]:
-        with nvml_call(f"listing the {profile.name} instances of {gpu.uuid}"):
-            yield from self._list_instances(gpu, profile)
 
     def _list_instances(self, gpu: Gpu, profile: Profile) -> Iterator[Partition]:
         """Raises NVMLError: NOT_SUPPORTED with MIG mode off."""

@@ -91,7 +91,7 @@ class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
 
     ``epoch`` is the one of the node's status that the controller answers; the node follows no other. ``held`` and
     ``offers`` are Held and Offer as they are written: one string each costs the API server a third of what objects
-    do. ``listed`` are Offers, too: devices to publish whether they are offered or not, beside held devices if need be.
+    do. ``listed`` are Offers, too: devices to publish whether they are offered or not, next to held devices, too.
     ``withdrawn`` are names of devices that were offered, are fenced, and that no claim holds: the only ones the
     node may take out of its slices. ``publish_held``: see PublishHeld; ``offer_mode``: see OfferMode. ``dedicated_to``
     is the use a label gave the node, ``dedicated_gpus`` are ``GPU-<uuid>=<use>`` of those with a use of their own: both

@@ -246,7 +246,7 @@ def _value(number: int) -> dict[str, str]:
 
 
 def limited(published: int, new: Collection[Device], occupied: int) -> set[str]:
-    """The names of those of ``new``, all of one GPU, for which there is room beside ``published`` devices.
+    """The names of those of ``new``, all of one GPU, for which there is room next to ``published`` devices.
 
     A published device never leaves for another: a claim may just have been allocated it. All shares but one wait behind
     the placements: once that one is allocated the placements are withdrawn, and the other shares follow. ``occupied``

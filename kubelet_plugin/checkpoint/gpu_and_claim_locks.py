@@ -47,25 +47,22 @@ class KeyedLocks:
     """One lock per key; an unused key needs no memory. ``waited`` receives the seconds until all keys were acquired."""
 
     def __init__(
-        self,
-        timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
-        waited: Callable[[float], None] = lambda _: None,
+        self, timeout_seconds: float = LOCK_TIMEOUT_SECONDS, waited: Callable[[float], None] = lambda _: None
     ) -> None:
-        self._timeout_seconds, self._clock, self._waited = timeout_seconds, clock, waited
+        self._timeout_seconds, self._waited = timeout_seconds, waited
         self._entries: dict[str, _Entry] = {}
         self._guard = threading.Lock()
 
     @contextmanager
     def hold(self, keys: Iterable[str], owner: str) -> Iterator[None]:
         """Hold all ``keys`` inside the block. Raises LockTimeoutError, holding none."""
-        started = self._clock()
+        started = time.monotonic()
         taken: list[str] = []
         try:
             for key in sorted(set(keys)):
                 self._take(key, owner, started + self._timeout_seconds)
                 taken.append(key)
-            self._waited(self._clock() - started)
+            self._waited(time.monotonic() - started)
             yield
         finally:
             for key in reversed(taken):
@@ -93,26 +90,26 @@ class KeyedLocks:
             holder = self._holder(entry)
             self._leave(key, entry)
             raise LockTimeoutError(f"{owner} waited {self._timeout_seconds:.0f} s for {key}, which {holder}")
-        entry.owner, entry.since = owner, self._clock()
+        entry.owner, entry.since = owner, time.monotonic()
 
     def _wait(self, key: str, entry: _Entry, owner: str, deadline: float) -> bool:
         """Whether the lock was acquired in time."""
         with self._guard:
             entry.waiting.append(owner)
         try:
-            seconds = max(0.0, deadline - self._clock())
+            seconds = max(0.0, deadline - time.monotonic())
             if entry.lock.acquire(timeout=min(LONG_WAIT_SECONDS, seconds)):
                 return True
             if seconds <= LONG_WAIT_SECONDS:
                 return False
             log.warning("waits", extra={"work": owner, "lock": key, "holder": self._holder(entry)})
-            return entry.lock.acquire(timeout=max(0.0, deadline - self._clock()))
+            return entry.lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
         finally:
             with self._guard:
                 entry.waiting.remove(owner)
 
     def _holder(self, entry: _Entry) -> str:
-        return f"is in use by {entry.owner or 'an unknown claim'} since {self._clock() - entry.since:.0f} s"
+        return f"is in use by {entry.owner or 'an unknown claim'} since {time.monotonic() - entry.since:.0f} s"
 
     def _leave(self, key: str, entry: _Entry) -> None:
         with self._guard:

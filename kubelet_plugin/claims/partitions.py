@@ -30,9 +30,7 @@ class Partitions:
     one of them.
     """
 
-    def __init__(
-        self, host: Host, inventory: Inventory, steps: StepRunner, *, publishes_existing: bool = False
-    ) -> None:
+    def __init__(self, host: Host, inventory: Inventory, steps: StepRunner, *, publishes_existing: bool) -> None:
         self.host, self._inventory, self._step, self.publishes_existing = host, inventory, steps, publishes_existing
 
     def check_free(self, device: Device) -> bool:

@@ -146,9 +146,7 @@ def advice(other: OtherDriver, owned: int, all_gpus: int, *, trusting: bool) -> 
 
 def gpus_of(item: ResourceSlice) -> frozenset[str] | None:
     """UUIDs of the GPUs and parent GPUs in a slice; None if the slice is not of NVIDIA's driver."""
-    if item.spec.driver != NVIDIA_DRIVER:
-        return None
-    return item.spec.gpu_uuids
+    return item.spec.gpu_uuids if item.spec.driver == NVIDIA_DRIVER else None
 
 
 class OtherDriverWatch:

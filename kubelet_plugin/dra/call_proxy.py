@@ -37,11 +37,8 @@ Handlers = Sequence[grpc.GenericRpcHandler]
 class CallProxy(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Thread-safe. ``owner`` returns the socket of the active instance; None: this process, none, or unknown."""
 
-    def __init__(
-        self, owner: Callable[[], Path | None], timeout_seconds: float = service.ANSWER_TIMEOUT_SECONDS
-    ) -> None:
+    def __init__(self, owner: Callable[[], Path | None]) -> None:
         self._owner = owner
-        self._timeout_seconds = timeout_seconds
         self._changed = threading.Condition()
         self._inner: Handlers | None = None
         self._ended = False
@@ -91,7 +88,8 @@ class CallProxy(grpc.GenericRpcHandler):  # type: ignore[misc]
                 self._answered_at = time.monotonic()
 
     def _answer(self, details: Any, request: bytes, context: grpc.ServicerContext) -> bytes:
-        end = time.monotonic() + min(self._timeout_seconds, context.time_remaining() or self._timeout_seconds)
+        limit = service.ANSWER_TIMEOUT_SECONDS
+        end = time.monotonic() + min(limit, context.time_remaining() or limit)
         while (left := end - time.monotonic()) > 0 and not self._ended:
             with self._changed:
                 inner = self._inner

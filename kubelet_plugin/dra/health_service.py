@@ -28,7 +28,7 @@ RESEND_INTERVAL_SECONDS = 10.0
 HEALTH_TIMEOUT_SECONDS = 30
 
 MAX_STREAMS = 2
-"""Maximum open streams, each a thread of the server: the kubelet may leave an old one open beside a new one."""
+"""Maximum open streams, each a thread of the server: the kubelet may leave an old one open next to a new one."""
 
 MESSAGE_LIMIT = 1024
 """Maximum length of a message; the kubelet truncates longer ones."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -57,9 +57,8 @@ REMEMBERED_CLAIMS = 1024
 class Metrics(Measurements):
     """Counters and histograms of the node plugin; ``registry`` also gets its ``NodeGauges``. Thread-safe."""
 
-    def __init__(self, registry: CollectorRegistry | None = None, now: Callable[[], float] = time.time) -> None:
-        self.registry = registry or process_registry()
-        self._now = now
+    def __init__(self) -> None:
+        self.registry = process_registry()
         self._created: OrderedDict[str, float | None] = OrderedDict()
         """Creation of claims by uid (seconds since 1970); None: it has become ready."""
         self._durations()
@@ -106,13 +105,13 @@ class Metrics(Measurements):
             yield
         except Exception as error:
             observe[ERROR](time.perf_counter() - started)
-            self._count_failure(failure_kind(error))
+            self._faults.labels(failure_kind(error)).inc()
             raise
         observe[SUCCESS](time.perf_counter() - started)
         created = self._created.get(claim.uid)
         if verb == "prepare" and created is not None:
             self._created[claim.uid] = None
-            self._ready(max(0.0, self._now() - created))
+            self._ready(max(0.0, time.time() - created))
 
     def claim_read(self, claim: Claim) -> None:
         uid, created = claim.metadata.uid, claim.metadata.creation_timestamp
@@ -143,13 +142,10 @@ class Metrics(Measurements):
         if reason in REPAIRS:
             self._repairs.labels(REPAIRS[EventReason(reason)]).inc()
         elif reason in EVENT_FAILURES:
-            self._count_failure(EVENT_FAILURES[reason])
+            self._faults.labels(EVENT_FAILURES[reason]).inc()
 
     def pages(self) -> Mapping[str, Page]:
         return {METRICS_PATH: metrics_page(self.registry)}
-
-    def _count_failure(self, kind: str) -> None:
-        self._faults.labels(kind).inc()
 
 
 FAULT_KINDS = (*(kind.value for kind in FaultSource), *(kind.value for kind in ConditionType), "cordoned")

@@ -108,19 +108,18 @@ class SocketCheck:
 class HardwareCheck:
     """Whether scans end and any GPU responds. A single faulty GPU is no failure: the others can be used."""
 
-    def __init__(self, inventory: Inventory, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, inventory: Inventory) -> None:
         self._inventory = inventory
-        self._clock = clock
-        self._ended_at = clock()
+        self._ended_at = time.monotonic()
         self._responding = True
 
     def handle_scan(self, answering: Sequence[Gpu]) -> None:
         """Record that a scan has ended; the GPUs ``answering`` responded."""
         self._responding = bool(answering)
-        self._ended_at = self._clock()
+        self._ended_at = time.monotonic()
 
     def failure(self) -> str | None:
-        late = self._clock() - self._ended_at
+        late = time.monotonic() - self._ended_at
         if late > SCAN_TIMEOUT_SECONDS:
             return f"NVML hangs: the last scan of the GPUs ended {late:.0f} s ago"
         gpus = self._inventory.gpus

@@ -75,7 +75,7 @@ class PlanFollower:
         timing: ModeTiming = PLUGIN_TIMING,
     ) -> None:
         self.memory, self.mode_choice = memory, ModeChoice(instructions, inventory, fields, memory, timing)
-        self._instructions, self._inventory, self._fields = instructions, inventory, fields
+        self.instructions, self.inventory, self._fields = instructions, inventory, fields
         self._changes, self._layouts = changes, layouts
         self._lock = threading.Lock()
         self._has_published = False
@@ -92,7 +92,7 @@ class PlanFollower:
             policy = (
                 PublishPolicy(offers=frozenset()) if self.mode_choice.is_waiting else self._policy(frozenset(before))
             )
-            gpus, left_out = self._without_lost_counters(self._inventory.published(policy), slices)
+            gpus, left_out = self._without_lost_counters(self.inventory.published(policy), slices)
             self._publish(gpus, left_out, policy)
             differs = self.publication != last
         if mode_changed:
@@ -133,7 +133,7 @@ class PlanFollower:
         )
 
     def _policy(self, before: frozenset[str]) -> PublishPolicy:
-        mode, plan, spec = self.mode_choice.mode, self._instructions.plan(), self.mode_choice.plan_of_epoch()
+        mode, plan, spec = self.mode_choice.mode, self.instructions.plan(), self.mode_choice.plan_of_epoch()
         if spec is not None and mode is PlanMode.PLANNED:
             self.memory.change(durable=False, offer_mode=spec.offer_mode)
         held = plan.spec.held_devices if plan is not None else frozenset()
@@ -154,7 +154,7 @@ class PlanFollower:
         return replace(policy, publish_held=False, unpublished=unpublished)
 
     def _standalone_offers(self) -> frozenset[Offer]:
-        inventory = self._inventory
+        inventory = self.inventory
         return frozenset(
             device.offer
             for gpu in inventory.gpus

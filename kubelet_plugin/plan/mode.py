@@ -54,7 +54,7 @@ class ModeChoice:
         inventory: Inventory,
         fields: KeptFields,
         memory: RememberedPlan,
-        timing: ModeTiming = PLUGIN_TIMING,
+        timing: ModeTiming,
     ) -> None:
         self._instructions, self._inventory, self._fields, self._memory = instructions, inventory, fields, memory
         self._clock, self._spread = timing.clock, timing.spread

@@ -6,7 +6,7 @@ Its status, from which the controller and operators learn of the node; and the r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -32,9 +32,7 @@ from driver.model.plan import (
 )
 from driver.slices.pool_names import Pool
 from kubelet_plugin.health.monitor import HealthMonitor
-from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.plan.follower import PlanFollower, Publication
-from kubelet_plugin.plan.instructions import Instructions
 from kubelet_plugin.plan.mode import ModeChoice
 
 STATUS_COALESCE_SECONDS, RELEASE_COALESCE_SECONDS = 0.5, 0.05
@@ -52,13 +50,12 @@ class PlanReport:
     """Thread-safe. ``health`` has the faults that operators can clear."""
 
     follower: PlanFollower
-    inventory: Inventory
-    instructions: Instructions
     health: HealthMonitor | None = None
 
     def status(self) -> PlanStatus:
-        plan, publication, memory = self.instructions.plan(), self.follower.publication, self.follower.memory.now
-        states = self.inventory.states()
+        follower = self.follower
+        plan, publication, memory = follower.instructions.plan(), follower.publication, follower.memory.now
+        states = follower.inventory.states()
         is_followed = plan is not None and memory.mode is PlanMode.PLANNED
         return PlanStatus(
             observed_generation=plan.metadata.generation if plan else 0,
@@ -76,7 +73,8 @@ class PlanReport:
 
     def _refused(self, plan: GpuNodePlan, publication: Publication) -> Iterator[str]:
         """One line for each offer of the plan that is not published, with the reason."""
-        devices = (device for gpu in self.inventory.gpus for device in self.inventory.devices_on(gpu))
+        inventory = self.follower.inventory
+        devices = (device for gpu in inventory.gpus for device in inventory.devices_on(gpu))
         by_offer = {device.offer: device for device in devices}
         for text in plan.spec.offers:
             offer = Offer.parse(text)
@@ -86,12 +84,12 @@ class PlanReport:
                 yield f"{text}: {self._unpublished_reason(by_offer[offer], publication.offer_mode)}"
             elif offer.gpu in self.follower.memory.now.unpublished:
                 # Held devices that the plan lacks keep the offers of an unpublished GPU from being published.
-                held = {device.name for device in self.inventory.held_on(by_offer[offer].gpu)}
+                held = {device.name for device in inventory.held_on(by_offer[offer].gpu)}
                 if unplanned := ", ".join(sorted(held - plan.spec.held_devices)):
                     yield f"{text}: the plan lacks a device of its GPU that a claim still has: {unplanned}"
 
     def _unpublished_reason(self, device: Device, offer_mode: OfferMode) -> str:
-        conflict = self.inventory.conflict("", device)
+        conflict = self.follower.inventory.conflict("", device)
         if conflict is not None:
             holder, held = conflict
             return f"{holder.as_holder()} still has {held.name} on this node"
@@ -106,16 +104,9 @@ class PlanStatusWriter:
     commands know its GPUs.
     """
 
-    def __init__(
-        self,
-        client: KubeClient,
-        node: str,
-        report: PlanReport,
-        clock: Callable[[], float] = time.monotonic,
-        loop: MakeLoop = Loop,
-    ) -> None:
+    def __init__(self, client: KubeClient, node: str, report: PlanReport, loop: MakeLoop = Loop) -> None:
         self._client, self._node = client, node
-        self._instructions, self._report, self._clock = report.instructions, report, clock
+        self._instructions, self._report = report.follower.instructions, report
         self._written: tuple[str, PlanStatus] | None = None
         self._written_at = 0.0
         self._loop = loop("writing the plan's status", self._write, STATUS_COALESCE_SECONDS)
@@ -130,7 +121,7 @@ class PlanStatusWriter:
         uid, status = plan.metadata.uid, self._report.status()
         if self._written == (uid, status):
             return None
-        seconds = self._written_at + STATUS_INTERVAL_SECONDS - self._clock()
+        seconds = self._written_at + STATUS_INTERVAL_SECONDS - time.monotonic()
         if seconds > 0 and self._written is not None and _urgent(uid, status) == _urgent(*self._written):
             return seconds
         # With the uid, so that a plan that was deleted and created again in between is never changed.
@@ -138,7 +129,7 @@ class PlanStatusWriter:
         if self._client.patch_existing(f"{PATH}/{plan.metadata.name}/status", body) is None:
             # Deleted or replaced, which the watch reports, or a conflict of writers, which nothing reports.
             return STATUS_INTERVAL_SECONDS
-        self._written, self._written_at = (uid, status), self._clock()
+        self._written, self._written_at = (uid, status), time.monotonic()
         return None
 
     def _create(self) -> float:

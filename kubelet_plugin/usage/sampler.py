@@ -132,9 +132,7 @@ class UsageSampler:
         due = {usage.device.gpu_uuid for usage in live.values()}
         to_sample = [uuid for uuid in due if self._due.get(uuid, now) <= now]
         for uuid in to_sample:
-            on_gpu = {
-                key: usage for key, usage in devices.items() if usage.device.gpu_uuid == uuid and not usage.ended_at
-            }
+            on_gpu = {key: usage for key, usage in live.items() if usage.device.gpu_uuid == uuid}
             self._sample_gpu(uuid, devices, on_gpu)
             # A new claim is sampled again soon; the time doubles with each sample.
             youngest = min(now - usage.since for usage in on_gpu.values())

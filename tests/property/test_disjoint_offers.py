@@ -63,7 +63,7 @@ class Node(RuleBasedStateMachine):
         fields = GivenFields(lambda: self.dropped)
         store, timing = GivenStore(self.memory, self.remember), ModeTiming(lambda: self.now, lambda: 0.5)
         self.follower = PlanFollower(instructions, self.inventory, fields, store, ChangeNotifier(), timing=timing)
-        self.report = PlanReport(self.follower, self.inventory, instructions)
+        self.report = PlanReport(self.follower)
         self.builder = SliceBuilder(POOL)
 
     def remember(self, memory: PlanMemory) -> None:

@@ -155,7 +155,7 @@ class OneNode(RuleBasedStateMachine):
         instructions, fields = GivenInstructions(self.heard_plan, lambda: self.alive), KeptFields()
         store, timing = GivenStore(self.memory, self.remember), ModeTiming(lambda: self.now, lambda: 0.5)
         self.follower = PlanFollower(instructions, self.inventory, fields, store, ChangeNotifier(), timing=timing)
-        self.report = PlanReport(self.follower, self.inventory, instructions)
+        self.report = PlanReport(self.follower)
         self.builder = SliceBuilder(POOL)
 
     def heard_plan(self) -> GpuNodePlan | None:

@@ -104,7 +104,7 @@ class FleetNode:
             instructions, self.inventory, dropped, GivenStore(None), changes, layouts=STATIC_LAYOUT
         )
         self.publisher = Publisher(client, self.pool, self, fields)
-        self.report = PlanReport(self.follower, self.inventory, instructions)
+        self.report = PlanReport(self.follower)
         self._plan_status = PlanStatusWriter(client, name, self.report)
         changes.subscribe(NodeChange.PLAN, self.notify)
         changes.subscribe(NodeChange.MODE, self.notify)

@@ -76,7 +76,7 @@ class Followed:
         timing = ModeTiming(lambda: self.now, lambda: 0.5)
         store = PlanFile(self.node.root / "state")
         self.follower = PlanFollower(instructions, inventory, fields, store, changes, timing=timing)
-        self.status = PlanReport(self.follower, inventory, instructions).status
+        self.status = PlanReport(self.follower).status
 
     def count(self) -> None:
         self.changes += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,7 +99,8 @@ class Reporting:
 
     def __post_init__(self) -> None:
         client, changes = self.api.server.client(), ChangeNotifier()
-        self.instructions = self.plans = WatchedInstructions(client, "tessera", "node-a", CURATED, changes)
+        self.plans = WatchedInstructions(client, "tessera", "node-a", CURATED, changes)
+        self.follower = SimpleNamespace(instructions=self.plans)
         report: Any = self
         self.writer = PlanStatusWriter(client, "node-a", report)
         changes.subscribe(NodeChange.PLAN, self.writer.notify)
