@@ -5,7 +5,8 @@ Source: the CEL language definition ("Gradual type checking"), tried against Kub
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -97,13 +98,6 @@ def unwrapped(one: Type) -> Type:
     return one.params[0] if one.name == "optional_type" else one
 
 
-def _parameters(one: Type) -> Iterator[str]:
-    if one.name == "var":
-        yield one.key
-    for param in one.params:
-        yield from _parameters(param)
-
-
 @dataclass
 class Bindings:
     """The types that type variables stand for."""
@@ -118,10 +112,13 @@ class Bindings:
 
     def instance(self, *signature: Type) -> tuple[Type, ...]:
         """The types of a signature with fresh variables as type parameters."""
-        bindings = Bindings()
-        for key in dict.fromkeys(key for kind in signature for key in _parameters(kind)):
-            bindings.found[key] = self.fresh()
-        return tuple(bindings.resolve(kind) for kind in signature)
+        variables: defaultdict[str, Type] = defaultdict(self.fresh)
+
+        def renamed(kind: Type) -> Type:
+            spend(1)
+            return variables[kind.key] if kind.name == "var" else Type(kind.name, tuple(map(renamed, kind.params)))
+
+        return tuple(map(renamed, signature))
 
     def resolve(self, one: Type, *, final: bool = False) -> Type:
         """``one`` with its type variables replaced; ``final`` replaces unbound ones by ``dyn``."""

@@ -24,7 +24,7 @@ from contextlib import suppress
 
 import msgspec
 
-from driver.errors import NOT_FOUND, ApiError, RecoverableError
+from driver.errors import NOT_FOUND, RecoverableError, accepted_status
 from driver.kube.json_sanitizing import decode
 from driver.kube.types import Claim
 from kubelet_plugin.checkpoint.records import ClaimRecord
@@ -107,15 +107,11 @@ class Orphans:
 
     def _is_gone(self, record: ClaimRecord, *, any_age: bool) -> bool:
         """Whether the claim of ``record`` was deleted or lost its devices. Raises ApiError on doubt."""
-        try:
+        with accepted_status(NOT_FOUND):
             claim = self._claims.read(record.namespace, record.name, any_age=any_age)
-        except ApiError as error:
-            if error.status != NOT_FOUND:
-                raise
-            return True
-        if claim.metadata.uid == record.uid and self._allocated(claim) & {entry.device for entry in record.devices}:
-            self._gone_since.pop(record.uid, None)
-            return False
+            if claim.metadata.uid == record.uid and self._allocated(claim) & {entry.device for entry in record.devices}:
+                self._gone_since.pop(record.uid, None)
+                return False
         return True
 
     def _allocated(self, claim: Claim) -> set[str]:
