@@ -8,7 +8,7 @@ from driver.step_observer import StepObserver
 
 
 class Step(StrEnum):
-    """``decide`` includes a ``write-plan`` for each changed plan; the steps of the fence run beside it, in this order.
+    """``decide`` includes a ``write-plan`` for each changed plan; the steps of the fence run meanwhile, in this order.
 
     ``lift`` occurs wherever the fence is lifted; ``withdraw`` hands unheld devices to the next decision.
     """

@@ -98,13 +98,13 @@ class FleetGpu:
 
     @cached_property
     def state(self) -> GpuState:
-        """What it could offer now beside what is held, as a value that many GPUs share: curation compares these."""
+        """What it could offer now next to what is held, as a value that many GPUs share: curation compares these."""
         return GpuState.of(self.gpu, self.held, self.foreign, self.shares, self._kinds)
 
     @cached_property
     def overlaps(self) -> tuple[tuple[str, str], ...]:
         """Pairs of names of held devices that exclude each other: one of them was allocated by mistake."""
-        # Two shares of less than all memory always fit beside each other.
+        # Two shares of less than all memory always fit next to each other.
         pairs = (
             (first, second) for first, second in combinations(self.held, 2) if first.shares == 1 or second.shares == 1
         )
@@ -182,6 +182,12 @@ class Fleet:
 
     def __iter__(self) -> Iterator[FleetGpu]:
         return iter(self.gpus.values())
+
+    def by_node(self, offers: Iterable[Offer]) -> dict[str, list[Offer]]:
+        by_node: dict[str, list[Offer]] = {}
+        for offer in offers:
+            by_node.setdefault(self.gpus[offer.gpu].node, []).append(offer)
+        return by_node
 
     def device(self, offer: Offer) -> Device | None:
         gpu = self.gpus.get(offer.gpu)

@@ -38,7 +38,7 @@ MAX_WORKLOADS = 200
 """Workloads that are considered, by priority and age: those that Kueue may admit next."""
 
 MAX_POD_SETS, MAX_CLAIMS = 18, 16
-"""Limits of what is read of one Workload (Kueue's) and of one pod (about what fits beside its other volumes)."""
+"""Limits of what is read of one Workload (Kueue's) and of one pod (about what fits together with its other volumes)."""
 
 
 class QueuedPod(NamedTuple):

@@ -24,7 +24,7 @@ MAX_DEFERRAL_SECONDS = 10.0
 """Longest time that allocations of equal claims defer a pending claim: their devices may be of no use to it."""
 
 TURN_SECONDS = 3.0
-"""Time for which one group of nodes offers everything: enough for the scheduler, short enough for other groups."""
+"""Time for which one group of nodes offers all matching devices: enough for the scheduler, short for other groups."""
 
 WIDE_SECONDS = 30.0
 """Least duration of wider offers before a pause; all groups of nodes have their turn in any case."""

@@ -93,12 +93,12 @@ LABEL_SETS: Mapping[str, tuple[LabelSet, ...]] = {"none": (), "tessera": (OWN,),
 
 
 class Write(NamedTuple):
-    """A write of one set of labels to one Node, which had ``present`` of that set before."""
+    """A write of one set of labels to one Node, which had ``present`` of that set before and gets ``values``."""
 
     labels: LabelSet
     node: str
     uid: str
-    wanted: Mapping[str, str]
+    values: Mapping[str, str]
     present: Mapping[str, str]
 
 
@@ -136,7 +136,7 @@ class NodeLabels:
             elif gpus:
                 present = {label: value for label, value in node.metadata.labels.items() if label in labels.names}
                 write = Write(labels, name, node.metadata.uid, labels.of(gpus), present)
-                if present == write.wanted:
+                if present == write.values:
                     self._refused.pop(key, None)
                 elif self._refused.get(key) != write:
                     self._due[key] = write
@@ -149,7 +149,7 @@ class NodeLabels:
                     return
                 key, write = self._due.popitem()
             try:
-                write.labels.apply(self._client, write.node, write.uid, write.wanted)
+                write.labels.apply(self._client, write.node, write.uid, write.values)
             except ApiError as error:
                 with self._lock:
                     if error.status not in FINAL:

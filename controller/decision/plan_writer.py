@@ -74,23 +74,23 @@ class PlanWriter:
         self._observer = observer
         self._differs_since: dict[str, float] = {}
         self._differ: set[str] = set()
-        """Nodes whose plans differed from the wanted spec at the last call."""
+        """Nodes whose plans differed from their spec at the last call."""
         self._failed: dict[str, float] = {}
 
     def write(
         self,
-        wanted: Mapping[str, PlanSpec],
+        specs: Mapping[str, PlanSpec],
         existing: Mapping[str, GpuNodePlan],
         owners: Mapping[str, str],
         changed: Collection[str] | None = None,
     ) -> int:
-        """Write what differs from ``existing``. Returns the number of written plans; failed writes are repeated later.
+        """Write those of ``specs`` that differ from ``existing`` plans, and return their number; failures are repeated.
 
         ``owners`` are the uids of the Nodes: a plan is deleted with its Node. ``changed`` are the nodes whose spec or
         plan changed since the last call; None: any.
         """
         now = self._clock()
-        due = self._due(wanted, existing, owners, changed, now)
+        due = self._due(specs, existing, owners, changed, now)
         if not due:
             return 0
         with ThreadPoolExecutor(min(len(due), PARALLEL_WRITES)) as pool:
@@ -104,7 +104,7 @@ class PlanWriter:
 
     def _due(
         self,
-        wanted: Mapping[str, PlanSpec],
+        specs: Mapping[str, PlanSpec],
         existing: Mapping[str, GpuNodePlan],
         owners: Mapping[str, str],
         changed: Collection[str] | None,
@@ -115,8 +115,8 @@ class PlanWriter:
         self._failed = {node: until for node, until in self._failed.items() if until > now}
         differ: set[str] = set()
         due: list[Due] = []
-        for node in wanted.keys() & (wanted if changed is None else self._differ | {*changed}):
-            plan, spec = existing.get(node), wanted[node]
+        for node in specs.keys() & (specs if changed is None else self._differ | {*changed}):
+            plan, spec = existing.get(node), specs[node]
             if plan is not None and (plan.metadata.paused or _is_current(plan.spec, spec)):
                 continue
             differ.add(node)
@@ -164,16 +164,16 @@ class PlanWriter:
             return None
 
 
-def _is_current(current: PlanSpec, wanted: PlanSpec) -> bool:
+def _is_current(current: PlanSpec, spec: PlanSpec) -> bool:
     """Whether a plan needs no write. Withdrawn devices that have left the slices need not be removed from it."""
-    if not set(wanted.withdrawn) <= set(current.withdrawn):
+    if not set(spec.withdrawn) <= set(current.withdrawn):
         return False
-    return msgspec.structs.replace(current.decided, withdrawn=()) == msgspec.structs.replace(wanted, withdrawn=())
+    return msgspec.structs.replace(current.decided, withdrawn=()) == msgspec.structs.replace(spec, withdrawn=())
 
 
-def _priority(current: PlanSpec, wanted: PlanSpec) -> Priority:
-    if not wanted.held_devices.isdisjoint(current.withdrawn):
+def _priority(current: PlanSpec, spec: PlanSpec) -> Priority:
+    if not spec.held_devices.isdisjoint(current.withdrawn):
         return Priority.KEEP
-    if not set(wanted.offers) <= set(current.offers):
+    if not set(spec.offers) <= set(current.offers):
         return Priority.OFFER
-    return Priority.LAZY if current.epoch == wanted.epoch else Priority.EPOCH
+    return Priority.LAZY if current.epoch == spec.epoch else Priority.EPOCH

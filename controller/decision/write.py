@@ -7,7 +7,7 @@ import math
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from controller.cluster.cache import ClusterCache
@@ -185,7 +185,7 @@ class PlanSpecs:
         publish_held: Mapping[str, PublishHeld],
     ) -> Mapping[str, PlanSpec]:
         """The specs by node, given what the decision asks for and what each node does with held devices."""
-        offers_of, listed_of = _by_node(fleet, asked.possible), _by_node(fleet, asked.listed)
+        offers_of, listed_of = fleet.by_node(asked.possible), fleet.by_node(asked.listed)
         withdrawn_of: dict[str, list[str]] = defaultdict(list)
         for device in asked.withdrawn:
             withdrawn_of[device.pool].append(device.device)
@@ -228,10 +228,3 @@ class PlanSpecs:
             self._views[view.name], self._node_of_pool[view.pool], self.owners[view.name] = view, view.name, view.uid
             (self._dedicated.add if view.dedication.gpus else self._dedicated.discard)(view.name)
         return {view.name for view in renewed}
-
-
-def _by_node(fleet: Fleet, offers: Iterable[Offer]) -> dict[str, list[Offer]]:
-    by_node: dict[str, list[Offer]] = defaultdict(list)
-    for offer in offers:
-        by_node[fleet.gpus[offer.gpu].node].append(offer)
-    return by_node

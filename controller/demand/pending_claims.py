@@ -267,7 +267,7 @@ IMPLICIT = "deviceclass.resource.kubernetes.io/"
 """The prefix of the extended resource that every class has, before its name."""
 
 ALWAYS = "Always"
-"""The restart policy of an init container that keeps running beside the others (a sidecar)."""
+"""The restart policy of an init container that keeps running together with the containers (a sidecar)."""
 
 
 def classes_by_resource(classes: Iterable[DeviceClass]) -> dict[str, str]:

@@ -228,7 +228,7 @@ class ImaginedCluster:
         self._publish({*offers, *(current if keep else ())})
 
     def _widen(self, pods: Collection[Pod]) -> None:
-        """Publish everything that matches, as the controller does for claims that regular offers do not help."""
+        """Publish all devices that match, as the controller does for claims that regular offers do not help."""
         queue, wide = self._queue(), dict[str, Nodes]()
         for pending in queue.pending:
             if not any(pod in pods for pod in pending.pods) or not queue.satisfiable(pending):
@@ -270,11 +270,9 @@ class PublishedSlices:
 
     def of(self, fleet: Fleet, offers: Iterable[Offer]) -> Iterator[DetailedSlice]:
         """The slices of the nodes of ``fleet``."""
-        wanted: dict[str, set[Offer]] = {}
-        for offer in offers:
-            wanted.setdefault(fleet.gpus[offer.gpu].node, set()).add(offer)
+        offers_of = fleet.by_node(offers)
         for node, gpus in fleet.nodes.items():
-            offered, built = frozenset(wanted.get(node, ())), self._built.get(node)
+            offered, built = frozenset(offers_of.get(node, ())), self._built.get(node)
             if built is None or built[0] is not gpus or built[1] != offered:
                 self._built[node] = (gpus, offered, tuple(self._slices(node, gpus, offered)))
             yield from self._built[node][2]

@@ -106,14 +106,14 @@ class Reader:
         plain = msgspec.structs.replace(read, scheduling_group=None, scheduling_gates=())
         self._found.pods.append(Pod(metadata, plain, PodStatus(resource_claim_statuses=created)))
 
-    def _created(self, document: Document, metadata: Metadata, wanted: PodResourceClaim) -> str:
+    def _created(self, document: Document, metadata: Metadata, pod_claim: PodResourceClaim) -> str:
         """The name of the claim that is created from a template. Raises UsageError if that does not exist."""
-        key = Key(metadata.namespace, wanted.resource_claim_template_name or "")
+        key = Key(metadata.namespace, pod_claim.resource_claim_template_name or "")
         spec = self._templates.get(key) or self._find_template(key)
         if spec is None:
             missing = f"pod {metadata.key} needs ResourceClaimTemplate {key}, which is missing"
             raise UsageError(f"{_place(document)}: {missing}")
-        name = f"{metadata.name}-{wanted.name}"
+        name = f"{metadata.name}-{pod_claim.name}"
         claim = Claim(Metadata(name, namespace=metadata.namespace), spec)
         self._found.claims[claim.metadata.key] = claim
         return name
