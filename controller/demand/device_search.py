@@ -100,18 +100,10 @@ def fits(
     requirements: ClaimRequirements,
     value_of: ValueOf,
     budget: Budget,
-    *,
-    refuse_all_if_in_use: bool = True,
 ) -> SearchOutcome:
-    """Whether ``gpus`` of one node, in ``states``, can provide all devices of ``requirements``.
-
-    ``refuse_all_if_in_use``: a request for all devices is refused, as by the scheduler, where one of them is in use.
-    """
+    """Whether ``gpus`` of one node, in ``states``, can provide all devices of ``requirements``."""
     matches = [[request.selector.on(gpu) for gpu in gpus] for request in requirements.requests]
-    search = _DeviceSearch(
-        gpus, states, requirements, matches, value_of, budget, refuse_all_if_in_use=refuse_all_if_in_use
-    )
-    return search.run()
+    return _DeviceSearch(gpus, states, requirements, matches, value_of, budget, records=False).run()
 
 
 def choose_devices(
@@ -133,12 +125,15 @@ def choose_devices(
     if published is not None:
         spots = [published.get(gpu.gpu.uuid, ()) for gpu in gpus]
         matches = [[selected.limited_to(free) for selected, free in zip(row, spots, strict=True)] for row in matches]
-    search = _DeviceSearch(gpus, states, requirements, matches, value_of, budget)
-    return search.devices if search.run(records=True) is SearchOutcome.FITS else []
+    search = _DeviceSearch(gpus, states, requirements, matches, value_of, budget, records=True)
+    return search.devices if search.run() is SearchOutcome.FITS else []
 
 
 class _DeviceSearch:
-    """The depth-first search on one node. ``matches``: for each request what it selects of each GPU."""
+    """The depth-first search on one node. ``matches``: for each request what it selects of each GPU.
+
+    ``records``: find out which ``devices`` satisfy the requirements, not only whether some do.
+    """
 
     def __init__(
         self,
@@ -149,9 +144,9 @@ class _DeviceSearch:
         value_of: ValueOf,
         budget: Budget,
         *,
-        refuse_all_if_in_use: bool = True,
+        records: bool,
     ) -> None:
-        self._states, self._records = states, False
+        self._states, self._records = states, records
         self._order = _fewest_choices_first(states, requirements, matches)
         self._requests = [requirements.requests[index] for index in self._order]
         self._matches = [matches[index] for index in self._order]
@@ -165,20 +160,17 @@ class _DeviceSearch:
         self._counts = requirements.counts
         self._gpus = gpus
         self._value_of = value_of
-        self._refuse_all_if_in_use = refuse_all_if_in_use
         self._chosen: list[tuple[int, int, Spot]] = []
         self._failed: set[Hashable] = set()
         self._values: dict[Hashable, Hashable | None] = {}
         self._budget = budget
         self._steps = 0
 
-    def run(self, *, records: bool = False) -> SearchOutcome:
-        """``records``: find out which ``devices`` satisfy the requirements, not only whether some do."""
-        states, self._records = self._states, records
-        if max(self._counts) > MAX_DEVICES or self._needed(states) > sum(state.free for state in states):
+    def run(self) -> SearchOutcome:
+        if max(self._counts) > MAX_DEVICES or self._needed() > sum(state.free for state in self._states):
             return SearchOutcome.NONE
         try:
-            satisfied = self._satisfy(0, self._counts, states, self._start)
+            satisfied = self._satisfy(0, self._counts, self._states, self._start)
         except _GivenUp:
             return SearchOutcome.UNKNOWN
         return SearchOutcome.FITS if satisfied else SearchOutcome.NONE
@@ -189,11 +181,11 @@ class _DeviceSearch:
         ordered = sorted(self._chosen, key=lambda choice: self._order[choice[0]])
         return [(self._gpus[position], spot) for _, position, spot in ordered]
 
-    def _needed(self, states: States) -> float:
+    def _needed(self) -> float:
         """The least number of memory slices that satisfies all requests."""
         needed = 0.0
         for request, row in zip(self._requests, self._matches, strict=True):
-            pairs = zip(states, row, strict=True)
+            pairs = zip(self._states, row, strict=True)
             sizes = (slices_of(state, kind) for state, matches in pairs for kind in matches.starts_by_kind)
             needed += (request.count or 1) * min(sizes, default=0)
         return needed
@@ -263,7 +255,7 @@ class _DeviceSearch:
 
     def _take_all(self, index: int, counts: tuple[int, ...], states: States, bound: Bound) -> bool:
         """Takes all selected devices that fit together; refused where one of them is not free."""
-        if self._refuse_all_if_in_use and any(map(is_in_use, self._gpus, self._matches[index])):
+        if any(map(is_in_use, self._gpus, self._matches[index])):
             return False
         claim, before = self._claims[index], len(self._chosen)
         for position, matches in enumerate(self._matches[index]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
@@ -122,7 +122,9 @@ class Feasibility:
         The same object while the hardware stays the same.
         """
         if self._memory.ideal is None:
-            self._memory.ideal = Feasibility(self.fleet, self.matching, is_hypothetical=True, is_ideal=True)
+            fleet = self.fleet.unheld
+            fleet = fleet.changed(replace(gpu, tainted="") for gpu in fleet if gpu.tainted)
+            self._memory.ideal = Feasibility(fleet, self.matching, is_hypothetical=True, is_ideal=True)
         return self._memory.ideal
 
     @property
@@ -217,7 +219,7 @@ class Feasibility:
             alike = (requirements, states, tuple(request.selector.on(gpu) for request in requests for gpu in gpus))
             if alike in self._outcomes:
                 return self._outcomes[alike]
-        outcome = fits(gpus, states, requirements, self.matching.value, budget, refuse_all_if_in_use=not self._is_ideal)
+        outcome = fits(gpus, states, requirements, self.matching.value, budget)
         if alike is not None:
             _remember(self._outcomes, alike, outcome)
         return outcome
@@ -303,7 +305,7 @@ class Feasibility:
 
     def _refuses_all(self, request: DeviceRequest, node: str) -> bool:
         """Whether the scheduler refuses a request for all devices there, since some of them are in use."""
-        return not self._is_ideal and any(is_in_use(gpu, request.selector.on(gpu)) for gpu in self.fleet.nodes[node])
+        return any(is_in_use(gpu, request.selector.on(gpu)) for gpu in self.fleet.nodes[node])
 
 
 def _remember(memory: dict[K, V], query: K, answer: V, most: int = MAX_ANSWERS) -> None:
