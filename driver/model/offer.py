@@ -1,4 +1,4 @@
-"""What a GPU can offer, by what it is and not by its name: the one identity of an offer in all processes."""
+"""The kinds of devices, and what a GPU can offer: the one identity of an offer in all processes, without names."""
 
 from __future__ import annotations
 

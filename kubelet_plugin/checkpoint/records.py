@@ -237,7 +237,6 @@ class Checkpoint:
         return frozenset((self._aside | self._missing) - self._records.keys())
 
     def is_unrecorded(self, uid: str) -> bool:
-        """Whether the claim is one of ``unrecorded``."""
         return uid not in self._records and (uid in self._aside or uid in self._missing)
 
     def note_missing(self, uid: str) -> None:

@@ -58,7 +58,6 @@ class DraService:
         self._pool = ThreadPoolExecutor(PARALLEL_CLAIMS, thread_name_prefix="claim")
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """gRPC handler of the service."""
         methods = {"NodePrepareResources": self._prepare_resources, "NodeUnprepareResources": self._unprepare_resources}
         return rpc_handler(messages, "DRAPlugin", methods)
 

@@ -186,10 +186,8 @@ def usage_sampler(
     claims: ClaimReader,
     events: PluginEvents,
 ) -> UsageSampler:
-    """The sampler of ``settings.usage_interval``."""
     # The processes on simulated GPUs are those of this machine.
     machine = HostPaths(HOST if settings.simulated else settings.host_root, HOST)
-
     return UsageSampler(
         stores,
         host.usage_reader(),

@@ -55,7 +55,7 @@ REPORTED = msgspec.json.Decoder(Reported)
 
 
 class Orphans:
-    """For one thread."""
+    """Finds what has no claim or no record, and releases it or rebuilds the record. For one thread."""
 
     def __init__(
         self,
