@@ -35,7 +35,10 @@ MIN_SCAN_INTERVAL_SECONDS = 1.0
 EVENT_TIMEOUT_SECONDS = 5.0
 """Longest wait in NVML. Afterwards GPUs that were added meanwhile are included, and ``stop`` is checked."""
 
-RESET_PENDING = "waits for a reset"
+RESET_PENDING = {
+    mode: f"waits for a reset: MIG mode {mode}" for mode in (MigMode.RESET_TO_ENABLE, MigMode.RESET_TO_DISABLE)
+}
+"""What is wrong with a GPU in such a mode."""
 
 
 class ScanFollower(Protocol):
@@ -143,7 +146,7 @@ class Scanner:
         for where, reason in current.items():
             if self._reported.get(where) != reason:
                 log.error("GPU can't be used as configured", extra={"gpu": where, "why": reason})
-                if reason.startswith(RESET_PENDING):
+                if reason in RESET_PENDING.values():
                     gpu = by_uuid[where]
                     message = (
                         f"GPU {gpu.index} ({gpu.uuid}) changes its MIG mode with the next reset, and offers until then "
@@ -155,8 +158,8 @@ class Scanner:
 
     def _mig_fault(self, gpu: Gpu, inventory: Inventory | None) -> str | None:
         """Why the MIG mode of ``gpu`` is not as configured, or None; requests MIG mode if settings name the GPU."""
-        if gpu.mig_mode in (MigMode.RESET_TO_ENABLE, MigMode.RESET_TO_DISABLE):
-            return f"{RESET_PENDING}: MIG mode {gpu.mig_mode}"
+        if gpu.mig_mode in RESET_PENDING:
+            return RESET_PENDING[gpu.mig_mode]
         if gpu.toggles_freely or gpu.mig_mode is not MigMode.DISABLED or gpu not in self._settings.mig_gpus:
             return None
         if inventory is None or inventory.is_reserved(gpu):
@@ -165,7 +168,7 @@ class Scanner:
             in_force = self._host.request_mig_mode(gpu)
         except RecoverableError as error:
             return f"is meant for MIG, but refuses the mode: {error}"
-        return None if in_force else f"{RESET_PENDING}: MIG mode {MigMode.RESET_TO_ENABLE}"
+        return None if in_force else RESET_PENDING[MigMode.RESET_TO_ENABLE]
 
 
 class ScanLoop:

@@ -39,9 +39,9 @@ MODE_CHECK_INTERVAL_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """The devices that were published last, by name, including those of hidden GPUs (``PlanMemory``).
+    """The devices that may have been allocated, by name: those in the slices, and those of unpublished GPUs.
 
-    ``visible_offers`` is the number of offers on other GPUs, ``offer_mode`` the mode in which the devices were
+    ``visible_offers`` is the number of offers in the slices, ``offer_mode`` the mode in which the devices were
     published, ``dropped`` the fields of devices that the API server did not keep. ``left_out`` are free devices that
     overlap and would lose their counters.
     """

@@ -20,8 +20,7 @@ class PlanMemory(msgspec.Struct, frozen=True):
     """The content of ``plan.json``.
 
     ``published``: devices that may have been allocated: those in the slices, which may get deleted meanwhile, and those
-    of hidden GPUs, which return with their GPU's next offer. ``unpublished``: the UUIDs of the hidden GPUs.
-    ``offer_mode``: that of the last plan.
+    of ``unpublished`` GPUs (UUIDs), which return with their GPU's next offer. ``offer_mode``: that of the last plan.
     """
 
     epoch: str
