@@ -68,6 +68,11 @@ GC_THRESHOLD = 50_000
     help="Evict pods whose claim was allocated what another claim holds.  [default: evict]",
 )
 @click.option(
+    "--evict-failed-starts-s",
+    type=float,
+    help="Seconds until pods are evicted whose node can't prepare their claim; 0: never.  [default: 120]",
+)
+@click.option(
     "--kueue/--no-kueue",
     default=None,
     help="Publish what Kueue counts before it admits the Workloads in its queue.  [default: no]",

@@ -20,6 +20,8 @@ from controller.decision.explain import ExplainStage
 from controller.decision.read import ReadStage
 from controller.decision.withdraw_and_admit import AdmitStage, WithdrawStage
 from controller.decision.write import WriteStage
+from controller.eviction.evictor import Evictor
+from controller.eviction.failed_starts import FailedStarts
 from controller.eviction.overlapping_allocations import OverlapEvictor
 from controller.explain.events import COMPONENT
 from controller.fence.fence import Fence, FenceSettings
@@ -77,8 +79,10 @@ class Controller:
         self._choose = ChooseStage(settings)
         self._withdraw = WithdrawStage(self._fence, settings, wake, observer)
         self._admit = AdmitStage(self._cache, self._fence)
-        evictor = OverlapEvictor(client, self._recorder, settings, metrics)
-        self._write = WriteStage(client, settings, self._cache, evictor, observer)
+        evictor = Evictor(client, self._recorder, metrics)
+        overlaps = OverlapEvictor(client, evictor, settings)
+        failed_starts = FailedStarts(client, evictor, settings.driver_name, settings.evict_failed_starts_s)
+        self._write = WriteStage(client, settings, self._cache, overlaps, failed_starts, observer)
         self._explain = ExplainStage(client, settings, self._cache, self._fence, self._recorder, metrics)
         self._timed = (self._choose, self._admit, self._write, self._explain.finder)
         """The parts whose result may change by time alone."""

@@ -6,6 +6,7 @@ import time
 from collections import Counter as Count
 from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import datetime
+from itertools import product
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -14,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from controller.cluster.fleet import Fleet
 from controller.demand.pending_claims import PendingClaim, Queue
+from controller.eviction.evictor import Outcome, Trigger
 from controller.report.slice_states import GpuUse, RequestedKinds, SliceState, capacity_of
 from driver.kube.types import Claim
 from driver.model.offer import Offer, OfferKind
@@ -49,8 +51,13 @@ class ControllerMetrics(Collector):
             "tessera_claim_allocation_duration_seconds", meaning, registry=registry, buckets=SECONDS
         )
         self._evictions = Counter(
-            "tessera_evictions_total", "Pods evicted because another claim has their device.", registry=registry
+            "tessera_evictions_total",
+            "Pods that could not start on their node, by why and by what became of them.",
+            ["trigger", "outcome"],
+            registry=registry,
         )
+        for labels in product(Trigger, Outcome):
+            self._evictions.labels(*labels)
         registry.register(self)
 
     def claim_changed(self, old: Claim | None, new: Claim | None) -> None:
@@ -76,8 +83,8 @@ class ControllerMetrics(Collector):
     def leadership_lost(self) -> None:
         self._decided = None
 
-    def pod_evicted(self) -> None:
-        self._evictions.inc()
+    def eviction(self, trigger: Trigger, outcome: Outcome) -> None:
+        self._evictions.labels(trigger, outcome).inc()
 
     def collect(self) -> Iterable[Metric]:
         slices = GaugeMetricFamily("tessera_slices", "Memory slices of GPUs by state.", labels=["product", "state"])

@@ -100,6 +100,7 @@ class ControllerSettings(BaseModel):
     publish_held_gpus: Annotated[int | None, Field(ge=0)] = None
     offer_mode: Literal["auto", "counters", "disjoint"] = "auto"
     evict_conflicting: bool = True
+    evict_failed_starts_s: Annotated[float, Field(ge=0, le=3600)] = 120.0
     kueue: bool = False
     node_labels: Literal["none", "tessera", "all"] = "tessera"
     metrics_address: Annotated[ListenAddress | None, BeforeValidator(_listen)] = None

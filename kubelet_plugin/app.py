@@ -49,6 +49,7 @@ from kubelet_plugin.metrics.measurements import Measurements
 from kubelet_plugin.reconcile.claim_activity import BackgroundWork, ClaimActivity
 from kubelet_plugin.reconcile.orphans import Orphans
 from kubelet_plugin.reconcile.recovery import ClaimReconciler, recover
+from kubelet_plugin.reconcile.trials import Trials
 from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.status.events import EventReason, PluginEvents
 from kubelet_plugin.upgrade.instance_lock import claim_directory
@@ -148,9 +149,12 @@ class NodePlugin:
             events.claim(record.reference, EventReason.REPAIRED, made)
 
         self._reader = ClaimReader(self._api.client, claim_read)
-        partitions = Partitions(host, stores.inventory, step, publishes_existing=self._settings.publish_existing)
+        partitions = Partitions(
+            host, stores.inventory, self._health, step, publishes_existing=self._settings.publish_existing
+        )
         time_slices = TimeSlices(host, stores.checkpoint, step)
         self._preparer = Preparer(self._reader, stores, partitions, time_slices, self._changes, repaired, step)
+        self._trials = Trials(stores, partitions, self._preparer.cleanup, self._health)
         orphans = Orphans(stores, self._preparer, self._reader, events, measurements.count_orphan)
         self._reconciler = ClaimReconciler(
             stores, self._preparer, events, self._health.set_condition, orphans.search_if_due
@@ -205,10 +209,12 @@ class NodePlugin:
         subscribe(NodeChange.RESERVATIONS, publishing.notify)
         hold_again = self._stores.hold_all
         subscribe(NodeChange.HARDWARE, hold_again, reconciler.notify, publishing.notify, health_service.notify)
-        subscribe(NodeChange.HEALTH, publishing.notify, publishing.notify_claim_status, health_service.notify)
+        trials = self._trials.notify
+        subscribe(NodeChange.HEALTH, publishing.notify, publishing.notify_claim_status, health_service.notify, trials)
         usage = [self._usage.notify] if self._usage else []
         subscribe(NodeChange.PREPARED, publishing.claim_prepared, *usage)
         subscribe(NodeChange.RELEASED, publishing.claim_released, *usage)
+        subscribe(NodeChange.UNPREPARED, publishing.notify_plan_status)
         subscribe(NodeChange.RELEASE_FAILED, reconciler.notify)
         restored = f"{self._settings.cdi_dir} was missing: it is created again, with the CDI specs of prepared claims"
         tell = partial(self._events.node, EventReason.CDI_RESTORED, restored)
@@ -224,6 +230,7 @@ class NodePlugin:
             self._recorder.run,
             self._scan_loop.run,
             self._reconciler.run,
+            self._trials.run,
             self._directory_probes.run,
             *((self._usage.run,) if self._usage else ()),
         )
@@ -247,7 +254,12 @@ class NodePlugin:
     def _serve(self, stack: ExitStack) -> None:
         settings = self._settings
         background = self._background
-        observers = (background.measurements.measure, background.activity.working, self._events.report_failure)
+        observers = (
+            background.measurements.measure,
+            background.activity.working,
+            self._events.report_failure,
+            self._health.failed_preparations.observe,
+        )
         service = DraService(self._preparer, *observers, waits=self._stores.locks.waits)
         stack.callback(service.close)
         handlers = [service.handler(), *self._health_service.handlers()]
@@ -270,6 +282,7 @@ class NodePlugin:
         self._publishing.notify()
         self._publishing.notify_claim_status()
         self._reconciler.notify()
+        self._trials.notify()
         self._recorder.wake()
         self._other_drivers.wake()
         self._scanner.scan_soon()

@@ -11,12 +11,35 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
 
+from driver.errors import HardwareError
+from driver.model.gpu import Gpu
+
 
 class NodeEventSink(Protocol):
     """Records Events on the node (``PluginEvents``)."""
 
     def node(self, reason: str, message: str, warning: bool = True) -> None:
         """Record an Event. Does not block."""
+
+
+class GpuChange(StrEnum):
+    """Changes of a GPU that its hardware may refuse."""
+
+    CUT = "cut"
+    """A new partition."""
+
+    SWITCH = "switch"
+    """Another MIG mode."""
+
+
+class HardwareOutcomes(Protocol):
+    """Receives how the hardware answered each change of a GPU (``HealthMonitor``)."""
+
+    def change_failed(self, gpu: Gpu, change: GpuChange, error: HardwareError) -> None:
+        """The hardware refused to change ``gpu``."""
+
+    def change_succeeded(self, gpu: Gpu, change: GpuChange) -> None:
+        """The hardware changed ``gpu``."""
 
 
 class NodeChange(StrEnum):
@@ -31,6 +54,7 @@ class NodeChange(StrEnum):
     HARDWARE = "hardware"  # ScanLoop: GPUs or partitions
     HEALTH = "health"  # HealthMonitor: conditions of devices
     PREPARED = "prepared"  # Preparer: a claim has new devices
+    UNPREPARED = "unprepared"  # FailedPreparations: the claims that could not be prepared
     RELEASED = "released"  # ClaimCleanup: a claim has no devices any more
     RELEASE_FAILED = "release-failed"  # ClaimCleanup: the release of a claim has to be repeated
     CDI_RESTORED = "cdi-restored"  # CdiDirectory: the directory was missing and has been created again

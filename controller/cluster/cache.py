@@ -312,6 +312,7 @@ def _kept_plan(found: GpuNodePlan) -> GpuNodePlan:
         refused=status.refused,
         dropped=status.dropped,
         left_out=status.left_out,
+        unprepared=status.unprepared,
     )
     return GpuNodePlan(found.metadata, found.spec, kept)
 

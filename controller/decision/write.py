@@ -20,6 +20,7 @@ from controller.decision.plan_writer import PlanWriter
 from controller.decision.read import DecisionInput
 from controller.demand.demand import nodes_matching_held
 from controller.demand.feasibility import Nodes
+from controller.eviction.failed_starts import FailedStarts
 from controller.eviction.overlapping_allocations import OverlapEvictor
 from controller.settings import ControllerSettings
 from controller.step_names import Observer
@@ -56,11 +57,12 @@ class WriteStage:
         client: KubeClient,
         settings: ControllerSettings,
         cache: ClusterCache,
-        evictor: OverlapEvictor,
+        overlaps: OverlapEvictor,
+        failed_starts: FailedStarts,
         observer: Observer,
     ) -> None:
         self._settings = settings
-        self._evictor = evictor
+        self._overlaps, self._failed_starts = overlaps, failed_starts
         self._held_publication = HeldPublication()
         self._specs = PlanSpecs()
         self._writer = PlanWriter(client, cache.observe_plan, observer=observer)
@@ -93,9 +95,11 @@ class WriteStage:
             log.info("wrote plans", extra={"plans": written, "offers": offered, "ms": f"{elapsed:.0f}"})
         if not seen.is_same_cluster:
             self.labels.update(seen.snapshot.cluster.nodes, changed.names, seen.fleet)
-        self._evictor.update(seen.snapshot.cluster.claims, seen.fleet, changed.names)
+        self._overlaps.update(seen.snapshot.cluster.claims, seen.fleet, changed.names)
+        self._failed_starts.update(plans, seen.snapshot.cluster.claims)
         self._asked = asked
-        seconds = soonest(self._held_publication.next_s, self._writer.next_s, self._evictor.next_s)
+        evictors = (self._overlaps.next_s, self._failed_starts.next_s)
+        seconds = soonest(self._held_publication.next_s, self._writer.next_s, *evictors)
         self._due_at = math.inf if seconds is None else time.monotonic() + seconds
 
 

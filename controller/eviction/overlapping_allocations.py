@@ -10,24 +10,18 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
-
-import msgspec
+from typing import NamedTuple
 
 from controller.cluster.claim_index import ClaimIndex
 from controller.cluster.fleet import Fleet, FleetGpu
+from controller.eviction.evictor import Evictor, Outcome, Trigger, owner_of, pod_reference
 from controller.settings import ControllerSettings
-from driver.config.shared_flags import SUBDOMAIN
 from driver.errors import CONFLICT, NOT_FOUND, ApiError
 from driver.kube.client import KubeClient
-from driver.kube.events import Recorder
-from driver.kube.reads import read_claim, read_object
-from driver.kube.types import Claim, Pod, Reference
+from driver.kube.reads import read_claim
+from driver.kube.types import Claim, Pod
 from driver.model.plan import Held
 from driver.slices.pool_names import Pool
-
-if TYPE_CHECKING:
-    from controller.metrics import ControllerMetrics
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +33,6 @@ two attempts, too."""
 
 PASS_SECONDS = 1.0
 """Time after which a pass leaves other conflicts to the next one: decisions wait meanwhile."""
-
-POD = msgspec.json.Decoder(Pod)
 
 
 class Conflict(NamedTuple):
@@ -81,17 +73,14 @@ def refused_claim(conflict: Conflict, claims: Sequence[Claim], driver: str) -> R
     return unprepared[0] if len(unprepared) == 1 else None
 
 
-def is_replaced(pod: Pod) -> bool:
-    """Whether a controller, such as that of a Job, creates another pod after this one."""
-    return any(owner.controller for owner in pod.metadata.owner_references)
-
-
-def message_of(pod: Pod, refused: RefusedClaim, node: str) -> str:
+def message_of(pod: Pod, refused: RefusedClaim, node: str, owner_limit: str | None = None) -> str:
     refused_device, held = refused.device, refused.held
     overlap = "which" if refused_device.device == held.device else f"which overlaps {held.device}, which"
     allocated = f"claim {refused_device.claim} was allocated {refused_device.device} of node {node}"
     cause = f"{allocated}, {overlap} claim {held.claim} holds"
-    if is_replaced(pod):
+    if owner_limit is not None:
+        return f"{cause}: this pod can not start; it is not evicted, because {owner_limit}"
+    if owner_of(pod) is not None:
         return f"{cause}: this pod can not start and is evicted, so that its controller replaces it by one on free GPUs"
     return f"{cause}: this pod can not start; it has no controller that would replace it, so it must be deleted"
 
@@ -102,12 +91,11 @@ class OverlapEvictor:
     def __init__(
         self,
         client: KubeClient,
-        recorder: Recorder,
+        evictor: Evictor,
         settings: ControllerSettings,
-        metrics: ControllerMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client, self._recorder, self._metrics, self._clock = client, recorder, metrics, clock
+        self._client, self._evictor, self._clock = client, evictor, clock
         self._driver, self._is_enabled = settings.driver_name, settings.evict_conflicting
         self._by_node: dict[str, frozenset[Conflict]] = {}
         self._due: dict[Conflict, float] = {}
@@ -150,41 +138,38 @@ class OverlapEvictor:
         if refused is None:
             return []
         failures: list[ApiError] = []
-        pods = (consumer.name for consumer in refused.claim.status.reserved_for if consumer.resource == "pods")
-        # A name that no pod can have is left out: it could lead elsewhere.
-        for name in filter(SUBDOMAIN.fullmatch, pods):
+        try:
+            pods = self._evictor.consumers(refused.claim)
+        except ApiError as error:
+            return [error]
+        for pod in pods:
             try:
-                self._evict(name, refused, conflict.node)
+                self._evict(pod, refused, conflict.node)
             except ApiError as error:
                 failures += [error] if error.status not in (NOT_FOUND, CONFLICT) else []
             if self._clock() > until:
                 break
         return failures
 
-    def _evict(self, name: str, refused: RefusedClaim, node: str) -> None:
+    def _evict(self, pod: Pod, refused: RefusedClaim, node: str) -> None:
         """Evict the pod if it is stuck and will be replaced, and say so in an Event. Raises ApiError."""
-        claim, namespace = refused.claim.metadata.key, refused.claim.metadata.namespace
-        path = f"/api/v1/namespaces/{namespace}/pods/{name}"
-        pod = read_object(self._client, path, POD)
+        claim, owner = refused.claim.metadata.key, owner_of(pod)
         waits_there = pod.status.phase == "Pending" and pod.spec.node_name and not pod.metadata.deletion_timestamp
         if not waits_there or claim not in pod.claims:
             return
-        if is_replaced(pod):
-            options = {"preconditions": {"uid": pod.metadata.uid}}
-            about = {"name": pod.metadata.name, "namespace": pod.metadata.namespace}
-            body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": about, "deleteOptions": options}
-            self._client.create(f"{path}/eviction", body)
-            if self._metrics is not None:
-                self._metrics.pod_evicted()
+        limit = self._evictor.owner_limit(owner) if owner is not None else None
+        if owner is None or limit is not None:
+            self._evictor.count(Trigger.OVERLAP, Outcome.PROTECTED)
+        else:
+            self._evictor.evict(pod, Trigger.OVERLAP)
             log.warning(
                 "evicted a pod whose claim was allocated a device that overlaps one of another claim",
                 extra={
-                    "pod": f"{namespace}/{name}",
+                    "pod": f"{pod.metadata.namespace}/{pod.metadata.name}",
                     "node": node,
                     "claim": refused.device.claim,
                     "device": refused.device.device,
                     "holder": refused.held.claim,
                 },
             )
-        reference = Reference("Pod", name, namespace, pod.metadata.uid)
-        self._recorder.event(reference, REASON, message_of(pod, refused, node), "Warning")
+        self._evictor.tell([pod_reference(pod)], REASON, message_of(pod, refused, node, limit))

@@ -76,6 +76,7 @@ class OwnerReference(Struct, frozen=True):
     kind: str
     name: str
     controller: bool = False
+    uid: str = ""
 
 
 class Metadata(ObjectMeta, frozen=True, rename="camel", omit_defaults=True):

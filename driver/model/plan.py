@@ -175,6 +175,35 @@ class Summary(msgspec.Struct, frozen=True):
     offered: int = 0
 
 
+class FailureCause(StrEnum):
+    """Why a claim could not be prepared.
+
+    GPU: its hardware refused or did not answer. NODE: a directory of the node, or a defect of the plugin. OTHER: the
+    claim itself, another claim, or the API server; also what a later version of the node plugin reports.
+    """
+
+    GPU = "GPU"
+    NODE = "Node"
+    OTHER = "Other"
+
+    @classmethod
+    def _missing_(cls, value: object) -> FailureCause:
+        return cls.OTHER
+
+
+class UnpreparedClaim(msgspec.Struct, frozen=True, rename="camel"):
+    """A claim that was allocated a device of the node, and that the node could not prepare at the last attempt.
+
+    ``claim`` is ``namespace/name``; ``since`` the first failure, by the node's clock; ``message`` the last answer.
+    """
+
+    claim: str
+    uid: str
+    since: str
+    cause: FailureCause
+    message: str = ""
+
+
 class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
     """``epoch`` changes whenever the node has stood alone: what it offers then is no plan's doing.
 
@@ -184,7 +213,8 @@ class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
     does not keep, such as ``consumesCounters``. ``left_out`` are names of free devices that overlap and that would lose
     their counters if they were published again; a claim may just have been allocated one, so the plan has to withdraw
     them like published ones. ``refused`` are offers that are not published, and why. ``faults`` are those that an
-    operator can clear, each as ClearedFaults writes it, and what it is.
+    operator can clear, each as ClearedFaults writes it, and what it is. ``unprepared`` are the claims whose pods wait
+    for their devices to be prepared.
     """
 
     observed_generation: int = 0
@@ -198,6 +228,7 @@ class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
     offer_mode: OfferMode = OfferMode.COUNTERS
     dropped: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    unprepared: tuple[UnpreparedClaim, ...] = ()
 
 
 class FaultKind(StrEnum):

@@ -16,6 +16,7 @@ from driver.model.device import Device
 from driver.model.gpu import Gpu, MigMode, Partition, Placement, Profile
 from driver.model.gpu_settings import ComputeMode
 from driver.model.offer import DeviceKind
+from kubelet_plugin.changes import GpuChange, HardwareOutcomes
 from kubelet_plugin.checkpoint.records import DeviceRecord
 from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
 from kubelet_plugin.inventory.inventory import Inventory
@@ -30,8 +31,17 @@ class Partitions:
     one of them.
     """
 
-    def __init__(self, host: Host, inventory: Inventory, steps: StepRunner, *, publishes_existing: bool) -> None:
-        self.host, self._inventory, self._step, self.publishes_existing = host, inventory, steps, publishes_existing
+    def __init__(
+        self,
+        host: Host,
+        inventory: Inventory,
+        outcomes: HardwareOutcomes,
+        steps: StepRunner,
+        *,
+        publishes_existing: bool,
+    ) -> None:
+        self.host, self._inventory, self._outcomes, self._step = host, inventory, outcomes, steps
+        self.publishes_existing = publishes_existing
 
     def check_free(self, device: Device) -> bool:
         """Refuse a device whose memory slices are used by a partition that Tessera did not create.
@@ -125,6 +135,11 @@ class Partitions:
             )
         return self.host.find_partition(gpu, profile, record.placement)
 
+    def switch_mig_mode(self, gpu: Gpu) -> None:
+        """Switch the MIG mode of a GPU without partitions to the other one."""
+        enabled = self.host.mig_enabled(gpu)
+        self._set_mig_mode(gpu, enabled=not enabled, now=enabled)
+
     def _set_mig_mode(self, gpu: Gpu, *, enabled: bool, now: bool | None) -> None:
         """``now``: the current mode; None: it has to be read."""
         if not gpu.mig_capable:
@@ -135,8 +150,13 @@ class Partitions:
                     f"{gpu.uuid}: MIG mode is {'off' if enabled else 'on'}, and this {gpu.architecture} GPU needs a "
                     "reset while nothing uses it to switch; --mig-gpus says which GPUs are meant for MIG"
                 )
-            with self._step(NodeStep.SET_MIG_MODE, gpu=gpu.uuid, mode="on" if enabled else "off"):
-                self.host.set_mig_mode(gpu, enabled=enabled)
+            try:
+                with self._step(NodeStep.SET_MIG_MODE, gpu=gpu.uuid, mode="on" if enabled else "off"):
+                    self.host.set_mig_mode(gpu, enabled=enabled)
+            except HardwareError as error:
+                self._outcomes.change_failed(gpu, GpuChange.SWITCH, error)
+                raise
+            self._outcomes.change_succeeded(gpu, GpuChange.SWITCH)
             log.info("switched MIG mode", extra={"gpu": gpu.uuid, "mode": "on" if enabled else "off"})
         if gpu.mig_mode.in_force != enabled:
             self._inventory.set_mig_mode(gpu, MigMode.ENABLED if enabled else MigMode.DISABLED)
@@ -159,9 +179,11 @@ class Partitions:
             raise self._explained(device, error) from error
         if partition.placement != placement:
             self.host.destroy_gpu_instance(gpu, partition)
-            raise HardwareError(
+            wrong = HardwareError(
                 f"{device}: NVML cut memory slices {partition.placement} instead of {placement}; it was removed again"
             )
+            self._outcomes.change_failed(gpu, GpuChange.CUT, wrong)
+            raise wrong
         return partition
 
     def _completed(self, device: Device, partition: Partition) -> Partition:
@@ -169,19 +191,27 @@ class Partitions:
         if partition.compute_instance_id is not None and partition.uuid is not None:
             return partition
         gpu = device.gpu
-        with self._step(NodeStep.CREATE_COMPUTE_INSTANCE, gpu=gpu.uuid, device=device.name):
-            complete = self.host.create_compute_instance(gpu, partition)
+        try:
+            with self._step(NodeStep.CREATE_COMPUTE_INSTANCE, gpu=gpu.uuid, device=device.name):
+                complete = self.host.create_compute_instance(gpu, partition)
+        except HardwareError as error:
+            self._outcomes.change_failed(gpu, GpuChange.CUT, error)
+            raise
+        self._outcomes.change_succeeded(gpu, GpuChange.CUT)
         log.info("cut partition", extra={"gpu": gpu.uuid, "device": device.name, "uuid": complete.uuid})
         return complete
 
     def _explained(self, device: Device, error: HardwareError) -> HardwareError:
-        """Name the partition in the way: NVML's own error does not."""
+        """Name the partition in the way: NVML's own error does not. Without one, the hardware failed."""
         try:
             partitions = self.host.partitions(device.gpu)
             overlapping = [partition for partition in partitions if partition.placement.mask & device.mask]
         except HardwareError:
-            return error
-        return occupied(device, overlapping[0]) if overlapping else error
+            overlapping = []
+        if overlapping:
+            return occupied(device, overlapping[0])
+        self._outcomes.change_failed(device.gpu, GpuChange.CUT, error)
+        return error
 
 
 def occupied(device: Device, partition: Partition) -> HardwareError:

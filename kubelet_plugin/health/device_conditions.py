@@ -4,6 +4,7 @@
     fatal XID (``driver.model.xid``)                 partition or GPU        an operator clears it, the node reboots
     NVML reports the GPU unavailable                 GPU                     the GPU responds again
     NVML reports a recovery action                   GPU                     NVML reports none any more
+    the hardware refused three changes in a row      GPU                     such a change succeeds (``Trials``)
     partition lost, release stuck (``reconcile``)    devices of the claim    the claim is repaired or released
     ``tessera cordon``                               GPU                     ``tessera uncordon``
 
@@ -18,8 +19,12 @@ from collections.abc import Mapping
 
 from driver.model.gpu_health import RECOVERY_ACTIONS, ConditionType, DeviceCondition, EventKind, GpuEvent
 from driver.model.xid import is_fatal, meaning_of
-from kubelet_plugin.health.recorded_faults import FaultSource, HardwareFault, HealthRecord
+from kubelet_plugin.changes import GpuChange
+from kubelet_plugin.health.recorded_faults import FaultSource, HardwareFault, HealthRecord, RefusedChanges
 from kubelet_plugin.inventory.inventory import Inventory
+
+FAILING = "failing"
+"""Taint value of a failing GPU, and its kind in metrics."""
 
 ReportedConditions = Mapping[tuple[str, ConditionType], tuple[str, int]]
 """Conditions that other parts have reported: (device name, type) -> (reason, stamp)."""
@@ -47,16 +52,28 @@ def condition_of(fault: HardwareFault) -> DeviceCondition:
     return DeviceCondition(value, reason, slices=fault.slices, stamp=fault.stamp)
 
 
+def failing_condition(refused: RefusedChanges, slices: int | None = None) -> DeviceCondition:
+    """The condition of a failing GPU, on ``slices`` of its memory (bit mask; None: all of it)."""
+    what = "partitions" if refused.change is GpuChange.CUT else "switches of its MIG mode"
+    reason = f"its hardware refused {refused.count} {what} in a row, the last one: {refused.error}"
+    return DeviceCondition(FAILING, reason, slices=slices, stamp=refused.stamp)
+
+
 def conditions_by_gpu(
-    record: HealthRecord, reported: ReportedConditions, inventory: Inventory
+    record: HealthRecord, reported: ReportedConditions, offered_for_trial: Mapping[str, int], inventory: Inventory
 ) -> dict[str, tuple[DeviceCondition, ...]]:
     """All conditions: faults in the order of detection, then conditions of devices, then the cordon.
 
-    Recovery actions come after other faults: they follow from them, even if they are seen first.
+    Recovery actions come after other faults: they follow from them, even if they are seen first. A failing GPU is
+    unhealthy but for the memory slices (bit mask by GPU) that are ``offered_for_trial``.
     """
     conditions: dict[str, list[DeviceCondition]] = defaultdict(list)
     for fault in sorted(record.faults, key=lambda fault: fault.kind is FaultSource.RECOVERY):
         conditions[fault.gpu].append(condition_of(fault))
+    for refused in record.failing:
+        gpu, offered = inventory.gpu(refused.gpu), offered_for_trial.get(refused.gpu, 0)
+        slices = gpu.all_slices & ~offered if gpu is not None and offered else None
+        conditions[refused.gpu].append(failing_condition(refused, slices))
     for (name, kind), (reason, stamp) in sorted(reported.items()):
         device = inventory.device(name)
         if device is not None:

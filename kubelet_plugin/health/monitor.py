@@ -12,23 +12,35 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from driver.errors import RecoverableError
+import pynvml
+
+from driver.errors import HardwareError, RecoverableError
 from driver.hardware.host import Host
 from driver.model.device import Device
 from driver.model.gpu import Gpu
 from driver.model.gpu_health import ConditionType, DeviceCondition, GpuEvent
 from driver.model.plan import ClearedFaults, PlanSpec
-from kubelet_plugin.changes import ChangeNotifier, NodeChange, NodeEventSink
+from kubelet_plugin.changes import ChangeNotifier, GpuChange, NodeChange, NodeEventSink
 from kubelet_plugin.checkpoint.records import Checkpoint, slices_of_instance
 from kubelet_plugin.health import recorded_faults
-from kubelet_plugin.health.device_conditions import condition_of, conditions_by_gpu, fault_of_event
-from kubelet_plugin.health.recorded_faults import HealthFile, HealthRecord
+from kubelet_plugin.health.device_conditions import (
+    FAILING,
+    condition_of,
+    conditions_by_gpu,
+    failing_condition,
+    fault_of_event,
+)
+from kubelet_plugin.health.failed_preparations import FailedPreparations
+from kubelet_plugin.health.recorded_faults import HealthFile, HealthRecord, RefusedChanges
 from kubelet_plugin.inventory.inventory import Inventory
 
 log = logging.getLogger(__name__)
 
 GPU_UNHEALTHY, GPU_HEALTHY = "GpuUnhealthy", "GpuHealthy"
 """Reasons of Events on the node."""
+
+REQUEST_AT_FAULT = frozenset({pynvml.NVML_ERROR_INVALID_ARGUMENT})
+"""Answers of NVML to a change that say nothing about the GPU."""
 
 
 class HealthMonitor:
@@ -48,9 +60,11 @@ class HealthMonitor:
         self._host, self._inventory, self._checkpoint = host, inventory, checkpoint
         self._file, self._changes, self._events = file, changes, events
         self._clock = clock
+        self.failed_preparations = FailedPreparations(changes, clock)
         self._lock = threading.RLock()  # keeps Events and inventory in the order of the changes
         self._record = self._file.load()
         self._device_conditions: dict[tuple[str, ConditionType], tuple[str, int]] = {}
+        self._offered_for_trial: dict[str, int] = {}
         self._recovery_supported: set[str] = set()
         self._current: dict[str, tuple[DeviceCondition, ...]] = {}
         self._refresh()
@@ -100,6 +114,34 @@ class HealthMonitor:
                 self._device_conditions[device_name, kind] = reason, stamp
             self._publish()
 
+    def change_failed(self, gpu: Gpu, change: GpuChange, error: HardwareError) -> None:
+        """Count a refused change of ``gpu``, unless the request was at fault (``HardwareOutcomes``)."""
+        if error.code in REQUEST_AT_FAULT:
+            return
+        with self._lock:
+            self._change(recorded_faults.apply_refusal(self._record, gpu.uuid, change, str(error), self._now()))
+            if self._offered_for_trial.pop(gpu.uuid, None) is not None:
+                self._publish()
+
+    def change_succeeded(self, gpu: Gpu, change: GpuChange) -> None:
+        """End the count of refused changes, and the condition of a failing GPU (``HardwareOutcomes``)."""
+        if not self._record.refused:
+            return
+        with self._lock:
+            self._change(recorded_faults.apply_success(self._record, gpu.uuid, change))
+            if self._offered_for_trial.pop(gpu.uuid, None) is not None:
+                self._publish()
+
+    def failing(self) -> Sequence[RefusedChanges]:
+        """What the hardware of failing GPUs refused."""
+        return self._record.failing
+
+    def offer_for_trial(self, gpu: Gpu, slices: int) -> None:
+        """Offer the devices on these memory slices (bit mask) of a failing GPU: preparing one is the trial."""
+        with self._lock:
+            self._offered_for_trial[gpu.uuid] = slices
+            self._publish()
+
     def unhealthy_reason(self, device: Device) -> str | None:
         """Why ``device`` is not healthy, or None. A cordoned device is healthy."""
         fault = self._inventory.fault(device.gpu)
@@ -110,18 +152,19 @@ class HealthMonitor:
         return "; ".join(reasons) or None
 
     def faults_by_kind(self) -> Mapping[str, int]:
-        """The number of faults of each kind (xid, unavailable, recovery, lost, stuck) and of cordoned GPUs."""
+        """The number of faults of each kind (xid, ..., failing, lost, stuck) and of cordoned GPUs."""
         with self._lock:
             kinds = [fault.kind.value for fault in self._record.faults]
+            kinds += [FAILING] * len({refused.gpu for refused in self._record.failing})
             kinds += [kind.value for _, kind in self._device_conditions]
             return Counter({**Counter(kinds), "cordoned": len(self._record.cordoned)})
 
     def describe_faults(self) -> tuple[str, ...]:
         """One line for each fault that an operator can clear: its name as in ``ClearedFaults``, and a description."""
         with self._lock:
-            return tuple(
-                f"{ClearedFaults(fault.gpu, fault.stamp)} {condition_of(fault)}" for fault in self._record.faults
-            )
+            conditions = [(fault.gpu, condition_of(fault)) for fault in self._record.faults]
+            conditions += [(refused.gpu, failing_condition(refused)) for refused in self._record.failing]
+            return tuple(f"{ClearedFaults(gpu, condition.stamp)} {condition}" for gpu, condition in conditions)
 
     def _now(self) -> int:
         return int(self._clock())
@@ -155,7 +198,9 @@ class HealthMonitor:
     def _refresh(self) -> bool:
         """Update the inventory; returns whether anything changed."""
         before = self._current
-        self._current = conditions_by_gpu(self._record, self._device_conditions, self._inventory)
+        self._current = conditions_by_gpu(
+            self._record, self._device_conditions, self._offered_for_trial, self._inventory
+        )
         uuids = before.keys() | self._current.keys()
         changed = [self._inventory.set_conditions(uuid, self._current.get(uuid, ())) for uuid in uuids]
         return any(changed)

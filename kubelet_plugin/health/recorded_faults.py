@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from driver.errors import StateError
 from driver.model.gpu_health import NO_ACTION
 from driver.model.xid import FALLEN_OFF_THE_BUS
+from kubelet_plugin.changes import GpuChange
 from kubelet_plugin.checkpoint.files import write_atomically
 
 log = logging.getLogger(__name__)
@@ -53,11 +54,29 @@ class HardwareFault(msgspec.Struct, frozen=True, rename="camel", omit_defaults=T
         return self.kind is FaultSource.UNAVAILABLE or (self.kind, self.number) == (FaultSource.XID, FALLEN_OFF_THE_BUS)
 
 
+FAILING_COUNT = 3
+"""Refusals of one kind of change, without a success between them, that make a GPU failing."""
+
+
+class RefusedChanges(msgspec.Struct, frozen=True):
+    """How often the hardware of a GPU refused a kind of change since it last made one, counted up to FAILING_COUNT.
+
+    ``error`` is the last of the counted answers. ``stamp``: of the refusal that made the GPU failing; 0 before.
+    """
+
+    gpu: str
+    change: GpuChange
+    count: int
+    error: str
+    stamp: int = 0
+
+
 class HealthRecord(msgspec.Struct, frozen=True, rename="camel"):
     """The state that survives a restart of the plugin.
 
     ``boot_id`` is the boot ID of the node at the last change; ``last_stamp`` the newest stamp; ``actions`` the last
-    recovery action of each GPU that needs one; ``cordoned`` the operator's reason for each cordoned GPU.
+    recovery action of each GPU that needs one; ``cordoned`` the operator's reason for each cordoned GPU; ``refused``
+    the changes that hardware refused.
     """
 
     boot_id: str = ""
@@ -65,6 +84,12 @@ class HealthRecord(msgspec.Struct, frozen=True, rename="camel"):
     faults: tuple[HardwareFault, ...] = ()
     actions: dict[str, int] = {}
     cordoned: dict[str, str] = {}
+    refused: tuple[RefusedChanges, ...] = ()
+
+    @property
+    def failing(self) -> tuple[RefusedChanges, ...]:
+        """The refused changes of failing GPUs."""
+        return tuple(refused for refused in self.refused if refused.stamp)
 
 
 def apply_fault(record: HealthRecord, fault: HardwareFault) -> HealthRecord:
@@ -94,6 +119,24 @@ def apply_recovery_action(record: HealthRecord, gpu: str, action: int, now: int)
     return apply_fault(_without(changed, earlier), HardwareFault(gpu, FaultSource.RECOVERY, now, action))
 
 
+def apply_refusal(record: HealthRecord, gpu: str, change: GpuChange, error: str, now: int) -> HealthRecord:
+    """Record that the hardware refused to change ``gpu``."""
+    before = next((refused for refused in record.refused if (refused.gpu, refused.change) == (gpu, change)), None)
+    if before is not None and before.stamp:
+        return record
+    refused = RefusedChanges(gpu, change, 1 + (before.count if before else 0), error)
+    if refused.count >= FAILING_COUNT:
+        record, stamp = new_stamp(record, now)
+        refused = replace(refused, stamp=stamp)
+    return replace(record, refused=(*(other for other in record.refused if other is not before), refused))
+
+
+def apply_success(record: HealthRecord, gpu: str, change: GpuChange) -> HealthRecord:
+    """Record that the hardware changed ``gpu``: its earlier refusals of such a change no longer count."""
+    refused = tuple(refused for refused in record.refused if (refused.gpu, refused.change) != (gpu, change))
+    return replace(record, refused=refused) if len(refused) < len(record.refused) else record
+
+
 def apply_scan(record: HealthRecord, answering: Collection[str]) -> HealthRecord:
     """Record a scan: the GPUs ``answering`` responded."""
     returned = [fault for fault in record.faults if fault.absent and fault.gpu in answering]
@@ -113,13 +156,14 @@ def apply_boot(record: HealthRecord, boot_id: str | None) -> HealthRecord:
         return record
     if not record.boot_id:
         return replace(record, boot_id=boot_id)
-    return replace(record, boot_id=boot_id, faults=(), actions={})
+    return replace(record, boot_id=boot_id, faults=(), actions={}, refused=())
 
 
 def apply_operator(record: HealthRecord, cordoned: Mapping[str, str], cleared: Mapping[str, int]) -> HealthRecord:
     """Record the cordoned GPUs with their reasons, and remove the faults that an operator cleared (GPU -> stamp)."""
     cleared_faults = [f for f in record.faults if f.stamp <= cleared.get(f.gpu, 0)]
-    return replace(_without(record, cleared_faults), cordoned=dict(cordoned))
+    refused = tuple(changes for changes in record.refused if not 0 < changes.stamp <= cleared.get(changes.gpu, 0))
+    return replace(_without(record, cleared_faults), cordoned=dict(cordoned), refused=refused)
 
 
 def new_stamp(record: HealthRecord, now: int) -> tuple[HealthRecord, int]:

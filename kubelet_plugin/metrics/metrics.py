@@ -25,6 +25,7 @@ from driver.model.offer import DeviceKind
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.killable_steps import NodeStep
+from kubelet_plugin.health.device_conditions import FAILING
 from kubelet_plugin.health.monitor import GPU_UNHEALTHY, HealthMonitor
 from kubelet_plugin.health.recorded_faults import FaultSource
 from kubelet_plugin.inventory.inventory import ClaimReference
@@ -148,7 +149,7 @@ class Metrics(Measurements):
         return {METRICS_PATH: metrics_page(self.registry)}
 
 
-FAULT_KINDS = (*(kind.value for kind in FaultSource), *(kind.value for kind in ConditionType), "cordoned")
+FAULT_KINDS = (*(kind.value for kind in FaultSource), *(kind.value for kind in ConditionType), FAILING, "cordoned")
 
 
 @dataclass(frozen=True)

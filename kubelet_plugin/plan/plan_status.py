@@ -41,6 +41,9 @@ STATUS_INTERVAL_SECONDS = 5.0
 """Minimum time between two writes of fields that only people read. The controller sees what is held and offered in
 claims and slices."""
 
+FAILED_INTERVAL_SECONDS = 60.0
+"""Time until failed preparations are read again: nothing reports that the kubelet has given one up."""
+
 CREATE_INTERVAL_SECONDS = 30.0
 """Time until a node that may not create its plan tries again."""
 
@@ -69,6 +72,7 @@ class PlanReport:
             offer_mode=publication.offer_mode,
             dropped=publication.dropped,
             left_out=publication.left_out,
+            unprepared=self.health.failed_preparations.reported() if self.health is not None else (),
         )
 
     def _refused(self, plan: GpuNodePlan, publication: Publication) -> Iterator[str]:
@@ -120,7 +124,7 @@ class PlanStatusWriter:
             return self._create() if self._instructions.lacks_plan() else None
         uid, status = plan.metadata.uid, self._report.status()
         if self._written == (uid, status):
-            return None
+            return FAILED_INTERVAL_SECONDS if status.unprepared else None
         seconds = self._written_at + STATUS_INTERVAL_SECONDS - time.monotonic()
         if seconds > 0 and self._written is not None and _urgent(uid, status) == _urgent(*self._written):
             return seconds
@@ -130,7 +134,7 @@ class PlanStatusWriter:
             # Deleted or replaced, which the watch reports, or a conflict of writers, which nothing reports.
             return STATUS_INTERVAL_SECONDS
         self._written, self._written_at = (uid, status), time.monotonic()
-        return None
+        return FAILED_INTERVAL_SECONDS if status.unprepared else None
 
     def _create(self) -> float:
         """Create a plan without a spec. Returns after how many seconds to look again. Raises ApiError."""
@@ -143,7 +147,8 @@ class PlanStatusWriter:
 def _urgent(uid: str, status: PlanStatus) -> tuple[object, ...]:
     """The fields that the controller or an operator acts on."""
     modes = (status.mode, status.offer_mode, status.dropped, status.left_out)
-    return uid, status.epoch, *modes, status.inventory, status.faults
+    failed = tuple((failed.uid, failed.cause) for failed in status.unprepared)
+    return uid, status.epoch, *modes, status.inventory, status.faults, failed
 
 
 class FenceRelease:

@@ -24,6 +24,9 @@ SELF_CLEARING: Mapping[str, str] = {
     "unhealthy=stuck": "a partition of an ended claim can't be removed: end the process that still uses it "
     "(nvidia-smi on the node; the Event UnprepareFailed of the claim says why); it is tried again every 10 s",
     "unhealthy=lost": "a partition of a running claim is gone: make room for it on the GPU, or delete the claim's pod",
+    "unhealthy=failing": "the Event GpuUnhealthy on the Node says what the hardware answered: end what uses the GPU "
+    "outside of Kubernetes (dcgm-exporter, nvidia-persistenced; lsof /dev/nvidia*), or reset it; it is tried again "
+    "every 30 s to 10 minutes",
     "unavailable": "the GPU does not answer: docs/health.md; it is used again as soon as it does",
 }
 """Remedies of faults that the node plugin ends by itself; ``tessera uncordon`` has no effect on them."""

@@ -121,6 +121,23 @@ def test_new_pods_pass_by_an_unhealthy_gpu_until_an_operator_has_dealt_with_it(
 
 
 @pytest.mark.needs("device taints")
+def test_new_pods_run_elsewhere_while_a_gpu_refuses_to_be_cut_and_it_is_used_again_when_it_obeys(
+    faulty: PluginProcess, workloads: Workloads
+) -> None:
+    faulty.fault("fail", "nvmlDeviceCreateGpuInstanceWithPlacement", "--code", "UNKNOWN", "--gpu", "0")
+    first = workloads.pod("first", workloads.claim("first", request(SMALL)))
+    wait_for(lambda: tainted(faulty) == {"gpu-0": f"{UNHEALTHY}=failing"}, 2 * SEEN_S, "three refusals were enough")
+    assert workloads.allocated("first")[0].startswith("gpu-0-")
+    workloads.running(workloads.pod("second", workloads.claim("second", request(SMALL))))
+    assert not workloads.allocated("second")[0].startswith("gpu-0-")
+    faulty.restart()
+    assert tainted(faulty) == {"gpu-0": f"{UNHEALTHY}=failing"}
+    faulty.fault("clear")
+    wait_for(lambda: not tainted(faulty), 2 * SEEN_S, "the pod that waits for it, or a trial, has shown that it obeys")
+    workloads.running(first)
+
+
+@pytest.mark.needs("device taints")
 def test_a_cordon_keeps_new_pods_off_and_uncordon_brings_the_gpu_back(
     faulty: PluginProcess, workloads: Workloads
 ) -> None:

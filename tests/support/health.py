@@ -34,6 +34,7 @@ class HealthUnderTest:
         self.health = HealthMonitor(
             self.node.host, held.inventory, held.checkpoint, file, changes, events, lambda: self.now
         )
+        self.node.outcomes.receivers = [self.health]
         self.health.handle_scan(self.node.node.inventory.gpus)
 
     def hear(self) -> list[GpuEvent]:

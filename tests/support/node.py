@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from driver.errors import HardwareError
 from driver.hardware.host import Host
 from driver.hardware.host_paths import HostPaths, boot_id
 from driver.model.device import number_gpus
-from driver.model.gpu import Partition
+from driver.model.gpu import Gpu, Partition
 from driver.simulator.description import NodeDescription, load_description
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.latency import ZERO_LATENCY
@@ -21,7 +22,7 @@ from driver.step_observer import unobserved
 from kubelet_plugin.cdi.driver_files import find_driver_files
 from kubelet_plugin.cdi.spec_files import CdiDirectory
 from kubelet_plugin.cdi.spec_format import SpecFormat
-from kubelet_plugin.changes import ChangeNotifier, NodeChange
+from kubelet_plugin.changes import ChangeNotifier, GpuChange, HardwareOutcomes, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, held_shares
 from kubelet_plugin.claims.claim_stores import ClaimStores
@@ -53,6 +54,21 @@ class KeptNodeEvents:
 
     def node(self, reason: str, message: str, warning: bool = True) -> None:
         self.told.append((reason, message))
+
+
+@dataclass
+class RelayedOutcomes:
+    """Passes the outcomes of hardware changes on to ``receivers``."""
+
+    receivers: list[HardwareOutcomes] = field(default_factory=list)
+
+    def change_failed(self, gpu: Gpu, change: GpuChange, error: HardwareError) -> None:
+        for receiver in self.receivers:
+            receiver.change_failed(gpu, change, error)
+
+    def change_succeeded(self, gpu: Gpu, change: GpuChange) -> None:
+        for receiver in self.receivers:
+            receiver.change_succeeded(gpu, change)
 
 
 class KeptChanges(ChangeNotifier):
@@ -91,6 +107,8 @@ class NodeUnderTest:
     changes: list[str]
     locks: KeyedLocks
     repaired: list[Callable[[ClaimRecord, str], None]]
+    outcomes: RelayedOutcomes
+    partitions_of_claims: Partitions
     open_host: Callable[[SimulatedNode], Host] = usual_host
 
     def partitions(self, gpu: int = 0) -> list[Partition]:
@@ -154,13 +172,14 @@ def start_node(
         for each in repaired:
             each(record, made)
 
-    steps = StepRunner(observer, took)
+    outcomes, steps = RelayedOutcomes(), StepRunner(observer, took)
     held = ClaimStores(pool=pool, inventory=inventory, checkpoint=checkpoint, cdi=cdi, locks=locks, boot=boot_id(paths))
-    partitions = Partitions(host, inventory, steps, publishes_existing=choice.publish_existing)
+    partitions = Partitions(host, inventory, outcomes, steps, publishes_existing=choice.publish_existing)
     time_slices = TimeSlices(host, checkpoint, steps)
     preparer = Preparer(api, held, partitions, time_slices, KeptChanges(changes), tell, steps)
     recover(held, preparer.cleanup, steps)
     scanner.scan_partitions(inventory, inventory.gpus)
     return NodeUnderTest(
-        root, simulated, host, held, preparer, preparer.cleanup, scanner, api, changes, locks, repaired, open_host
-    )
+        root, simulated, host, held, preparer, preparer.cleanup, scanner, api, changes, locks, repaired, outcomes,
+        partitions, open_host,
+    )  # fmt: skip

@@ -436,10 +436,13 @@ class TestTheRights:
                 assert before != "rules:", lines[rule:]
 
     def test_to_read_and_evict_pods_are_granted_only_to_a_controller_that_does(self) -> None:
-        values = {"controller": {"evictConflicting": False}}
+        values = {"controller": {"evictConflicting": False, "evictFailedStartsAfter": 0}}
         used = {("resource.k8s.io/resourceclaims", "get"), ("pods", "get"), ("pods/eviction", "create")}
+        looks = {("batch/jobs", "get"), ("policy/poddisruptionbudgets", "list")}
         gone = self.granted() - self.granted(values)
-        assert {(what, verbs) for _, _, what, _, verbs in gone} == used
+        assert {(what, verbs) for _, _, what, _, verbs in gone} == used | looks
+        only_conflicts = self.granted() - self.granted({"controller": {"evictFailedStartsAfter": 0}})
+        assert {(what, verbs) for _, _, what, _, verbs in only_conflicts} == looks
         flags = [strings(each) for each in rendered(values) if each["kind"] == "Deployment"]
         assert "--no-evict-conflicting" in chain.from_iterable(flags)
 

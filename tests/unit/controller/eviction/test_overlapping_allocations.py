@@ -12,6 +12,7 @@ import pytest
 from controller.cluster.claim_index import ClaimIndex
 from controller.cluster.fleet import Fleet
 from controller.eviction import overlapping_allocations
+from controller.eviction.evictor import MOST_OF_OWNER, OWNER_SECONDS, Evictor
 from controller.eviction.overlapping_allocations import CONFLICT_SECONDS, PASS_SECONDS, OverlapEvictor, conflicts_on
 from controller.settings import ControllerSettings
 from driver.kube.events import Recorder
@@ -93,7 +94,9 @@ class Site:
 
     def __init__(self, api: ClusterApi, clock: FakeClock, recorder: Recorder) -> None:
         self.api, self.clock = api, clock
-        self.resolver = OverlapEvictor(api.server.client(), recorder, ControllerSettings(), clock=clock.monotonic)
+        client = api.server.client()
+        evictor = Evictor(client, recorder, clock=clock.monotonic)
+        self.resolver = OverlapEvictor(client, evictor, ControllerSettings(), clock=clock.monotonic)
         self.fleet = Fleet.of(fleet_gpu(NODE, number, H100, "full", "mig-1g10gb-0") for number in range(3))
 
     def claim(self, name: str, device: str, *pods: str, **status: Any) -> None:
@@ -102,8 +105,9 @@ class Site:
         body = {"allocation": allocated(device), "reservedFor": reserved, **status}
         self.api.store(f"/apis/resource.k8s.io/v1/namespaces/team/resourceclaims/{name}", status=body)
 
-    def pod(self, name: str, claim: str, owners: Any = (JOB,), **more: Any) -> None:
-        """A pod on the node that waits for ``claim``, by default of a Job."""
+    def pod(self, name: str, claim: str, owners: Any = None, **more: Any) -> None:
+        """A pod on the node that waits for ``claim``, by default of a Job of its own."""
+        owners = [{**JOB, "uid": f"job-of-{name}"}] if owners is None else owners
         spec = {"nodeName": NODE, "resourceClaims": [{"name": "gpu", "resourceClaimName": claim}]}
         metadata = {"name": name, "ownerReferences": list(owners), **more.pop("metadata", {})}
         body = {"spec": {**spec, **more.pop("spec", {})}, "status": {"phase": "Pending"}, **more}
@@ -249,6 +253,18 @@ def test_a_refused_eviction_is_tried_again_and_keeps_no_other_pod_waiting(site: 
     site.api.protected = {}
     site.decide(CONFLICT_SECONDS)
     assert sorted(site.api.evicted) == ["neighbour", "second-0-pod", "second-1-pod"]
+
+
+def test_an_owner_loses_two_pods_an_hour_and_no_more(site: Site) -> None:
+    for number in range(MOST_OF_OWNER + 1):
+        site.conflict(number, owners=[JOB])
+    site.decide()
+    site.decide(CONFLICT_SECONDS)
+    assert len(site.api.evicted) == MOST_OF_OWNER
+    [kept] = {"second-0-pod", "second-1-pod", "second-2-pod"} - {*site.api.evicted}
+    assert "it is not evicted, because Job job lost 2 pods within an hour" in site.event(kept)
+    site.decide(OWNER_SECONDS + 1)
+    assert kept in site.api.evicted
 
 
 def test_objects_that_cannot_be_read_and_names_that_lead_elsewhere_do_no_harm(site: Site) -> None:

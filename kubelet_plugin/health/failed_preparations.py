@@ -1,0 +1,73 @@
+"""The claims that are allocated devices of the node and that could not be prepared: for how long, and why."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from driver.clock import written_time
+from driver.errors import HardwareError, StateError, TesseraError
+from driver.model.plan import FailureCause, UnpreparedClaim
+from kubelet_plugin.changes import ChangeNotifier, NodeChange
+from kubelet_plugin.checkpoint.gpu_and_claim_locks import LockTimeoutError
+from kubelet_plugin.inventory.inventory import ClaimReference
+
+MOST_REPORTED, MOST_CHARACTERS = 32, 300
+"""Claims in the plan's status, those that fail longest; and characters of the message of each."""
+
+FORGOTTEN_AFTER_SECONDS = 300.0
+"""Time after its last attempt when a claim is no longer reported: the kubelet tries again about once a minute."""
+
+
+class FailedPreparations:
+    """Thread-safe. Reports a change when a claim fails for the first time, fails for another cause, or is prepared."""
+
+    def __init__(self, changes: ChangeNotifier, clock: Callable[[], float] = time.time) -> None:
+        self._changes, self._clock = changes, clock
+        self._lock = threading.Lock()
+        self._failed: dict[str, tuple[UnpreparedClaim, float]] = {}
+
+    @contextmanager
+    def observe(self, verb: str, claim: ClaimReference) -> Iterator[None]:
+        """Record how the prepare or unprepare inside the block ends."""
+        try:
+            yield
+        except Exception as error:
+            if verb == "prepare":
+                self._record(claim, error)
+            raise
+        with self._lock:
+            ended = self._failed.pop(claim.uid, None)
+        if ended is not None:
+            self._changes.report(NodeChange.UNPREPARED)
+
+    def reported(self) -> tuple[UnpreparedClaim, ...]:
+        """The claims that fail, the oldest failure first."""
+        with self._lock:
+            recent = self._clock() - FORGOTTEN_AFTER_SECONDS
+            self._failed = {uid: (failed, at) for uid, (failed, at) in self._failed.items() if at >= recent}
+            return tuple(failed for failed, _ in self._failed.values())[:MOST_REPORTED]
+
+    def _record(self, claim: ClaimReference, error: Exception) -> None:
+        cause, message = _cause(error), str(error)[:MOST_CHARACTERS]
+        with self._lock:
+            before, _ = self._failed.get(claim.uid, (None, 0.0))
+            if before is None:
+                failed = UnpreparedClaim(str(claim), claim.uid, written_time(int(self._clock())), cause, message)
+            else:
+                failed = msgspec.structs.replace(before, cause=cause, message=message)
+            self._failed[claim.uid] = failed, self._clock()
+        if before is None or before.cause is not cause:
+            self._changes.report(NodeChange.UNPREPARED)
+
+
+def _cause(error: Exception) -> FailureCause:
+    if isinstance(error, HardwareError | LockTimeoutError):
+        return FailureCause.GPU
+    if isinstance(error, StateError) or not isinstance(error, TesseraError):
+        return FailureCause.NODE
+    return FailureCause.OTHER

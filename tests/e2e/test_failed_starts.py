@@ -1,0 +1,115 @@
+"""Pods whose GPU refuses to be cut, on a real node with a controller: they are moved, and the GPU comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.harness.cluster import Cluster
+from tests.harness.progress import Progress
+from tests.harness.settings import Settings
+from tests.harness.waiting import wait_for
+from tests.support.chart import install
+from tests.support.controller import ControllerProcess
+from tests.support.plugin import PluginProcess
+from tests.support.workloads import CLAIMS, PODS, Workloads, request
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+SOON_S = 90.0
+SMALL = "gpu-inference-1g-10gb"
+CUT = "nvmlDeviceCreateGpuInstanceWithPlacement"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster.start(Settings(name="starts", nodes=1), Progress()) as running:
+        install(running)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def node(cluster: Cluster) -> Iterator[PluginProcess]:
+    """The real node's plugin, with a controller that moves pods after five seconds."""
+    plugin = PluginProcess(cluster, cluster.nodes[0])
+    plugin.start()
+    controller = ControllerProcess(cluster, flags=("--evict-failed-starts-s", "5"))
+    controller.start()
+    name = plugin.node.name
+    wait_for(
+        lambda: plan(cluster, name).get("status", {}).get("mode") == "Planned", SOON_S, "the node follows its plan"
+    )
+    yield plugin
+    controller.stop()
+    plugin.stop()
+    assert controller.refused() == []
+    assert plugin.refused() == []
+
+
+def plan(cluster: Cluster, node: str) -> dict[str, Any]:
+    found: dict[str, Any] = cluster.api.get(f"/apis/gpu.tessera.dev/v1alpha1/gpunodeplans/{node}")
+    return found
+
+
+def events(cluster: Cluster, reason: str) -> list[str]:
+    items = cluster.api.get("/api/v1/namespaces/default/events")["items"]
+    return [item["message"] for item in items if item.get("reason") == reason]
+
+
+def pods_of(cluster: Cluster, job: str) -> dict[str, dict[str, Any]]:
+    pods = cluster.api.get(PODS)["items"]
+    return {pod["metadata"]["name"]: pod for pod in pods if pod["metadata"].get("labels", {}).get("job-name") == job}
+
+
+def job(cluster: Cluster, workloads: Workloads, name: str) -> None:
+    """A Job of one pod, with a claim of its own from a template."""
+    container = {
+        "name": "main",
+        "image": "docker.io/tessera/busybox:local",
+        "command": ["sleep", "3600"],
+        "resources": {"claims": [{"name": "gpu"}]},
+    }
+    template = workloads.template(name, request(SMALL))
+    spec = {
+        "restartPolicy": "Never",
+        "hostNetwork": True,
+        "terminationGracePeriodSeconds": 0,
+        "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": template}],
+        "containers": [container],
+    }
+    body = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": {"template": {"spec": spec}}}
+    cluster.api.post("/apis/batch/v1/namespaces/default/jobs", body)
+
+
+def test_a_pod_on_a_gpu_that_refuses_to_be_cut_is_moved_to_another_and_both_sides_are_told(
+    cluster: Cluster, node: PluginProcess
+) -> None:
+    workloads = Workloads(cluster)
+    node.fault("fail", CUT, "--code", "UNKNOWN")
+    job(cluster, workloads, "serve")
+
+    def unprepared() -> Any:
+        return plan(cluster, node.node.name)["status"].get("unprepared")
+
+    [failed] = wait_for(unprepared, SOON_S, "the node reports the claim that it can't prepare")
+    assert failed["cause"] == "GPU"
+    assert "NVML says UNKNOWN (999)" in failed["message"]
+    [first] = pods_of(cluster, "serve").values()
+    claim = f"{CLAIMS}/{first['status']['resourceClaimStatuses'][0]['resourceClaimName']}"
+    [result] = cluster.api.get(claim)["status"]["allocation"]["devices"]["results"]
+    broken = result["device"].split("-")[1]
+    node.fault("clear")
+    node.fault("fail", CUT, "--code", "UNKNOWN", "--gpu", broken)
+
+    def moved() -> Any:
+        pods = [pod for pod in pods_of(cluster, "serve").values() if pod["status"]["phase"] == "Running"]
+        return [pod for pod in pods if pod["metadata"]["uid"] != first["metadata"]["uid"]]
+
+    wait_for(moved, 2 * SOON_S, "the Job's next pod runs on another GPU")
+    [message, *_] = wait_for(lambda: events(cluster, "FailedStart"), SOON_S, "an Event says so")
+    assert "can't prepare" in message
+    assert "is evicted, so that its controller replaces it" in message
+    wait_for(lambda: not unprepared(), SOON_S, "nothing fails any more")
+    node.fault("clear")

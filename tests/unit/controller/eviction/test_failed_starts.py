@@ -1,0 +1,307 @@
+"""Pods whose node can not prepare their claim: which are evicted, when, and what they and their claims are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+
+from controller.cluster.claim_index import ClaimIndex
+from controller.eviction.evictor import MOST_OF_OWNER, Evictor
+from controller.eviction.failed_starts import BUDGET_SECONDS, RETRY_SECONDS, FailedStarts
+from driver.kube.events import Recorder
+from driver.kube.types import Claim, GpuNodePlan, PlanMetadata
+from driver.model.plan import FailureCause, PlanSpec, PlanStatus, UnpreparedClaim
+from tests.support.clock import FakeClock
+from tests.support.queues import DRIVER
+from tests.support.running import eventually, in_thread
+from tests.unit.controller.eviction.test_overlapping_allocations import ClusterApi, allocated, ready
+
+AFTER_SECONDS = 120.0
+CLAIMS = "/apis/resource.k8s.io/v1/namespaces/team/resourceclaims"
+PODS = "/api/v1/namespaces/team/pods"
+SMALL = "gpu-0-mig-1g10gb-0"
+
+
+def owner(name: str, kind: str = "ReplicaSet", *, controller: bool = True) -> dict[str, Any]:
+    return {"apiVersion": "apps/v1", "kind": kind, "name": name, "uid": f"uid-{name}", "controller": controller}
+
+
+@dataclass
+class Site:
+    """Nodes, claims and pods on an API server, and what the nodes report."""
+
+    api: ClusterApi
+    clock: FakeClock
+    recorder: Recorder
+    nodes: int = 1
+    reports: dict[str, list[UnpreparedClaim]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        client = self.api.server.client()
+        evictor = Evictor(client, self.recorder, clock=self.clock.monotonic)
+        self.failed = FailedStarts(client, evictor, DRIVER, AFTER_SECONDS, self.clock.monotonic)
+
+    def start(self, name: str, *pods: str, node: str = "node-a", cause: FailureCause = FailureCause.GPU) -> None:
+        """A claim on ``node`` that can not be prepared, and its pods (by default one of its name)."""
+        self.claim(name, *(pods or (name,)), node=node)
+        for pod in pods or (name,):
+            self.pod(pod, name, node=node)
+        uid = self.api.folder(CLAIMS)[name]["metadata"]["uid"]
+        report = UnpreparedClaim(f"team/{name}", uid, "2026-11-26T00:00:00Z", cause, "NVML says UNKNOWN (999)")
+        self.reports.setdefault(node, []).append(report)
+
+    def claim(self, name: str, *pods: str, node: str = "node-a", **more: Any) -> None:
+        reserved = [{"resource": "pods", "name": pod, "uid": "any"} for pod in pods]
+        allocation = allocated(SMALL, **more.pop("result", {}))
+        allocation["devices"]["results"][0]["pool"] = f"{node}-{DRIVER}"
+        self.api.store(f"{CLAIMS}/{name}", status={"allocation": allocation, "reservedFor": reserved, **more})
+
+    def pod(self, name: str, claim: str, node: str = "node-a", owners: Any = None, phase: str = "Pending") -> None:
+        owners = [owner(name)] if owners is None else owners
+        spec = {"nodeName": node, "resourceClaims": [{"name": "gpu", "resourceClaimName": claim}]}
+        metadata = {"name": name, "ownerReferences": owners, "labels": {"app": name}}
+        self.api.store(f"{PODS}/{name}", metadata=metadata, spec=spec, status={"phase": phase})
+
+    def budget(self, name: str, app: str, healthy: int, desired: int, policy: str = "") -> None:
+        spec: dict[str, Any] = {"selector": {"matchLabels": {"app": app}}}
+        spec |= {"unhealthyPodEvictionPolicy": policy} if policy else {}
+        status = {"currentHealthy": healthy, "desiredHealthy": desired}
+        path = f"/apis/policy/v1/namespaces/team/poddisruptionbudgets/{name}"
+        self.api.store(path, spec=spec, status=status)
+
+    def job(self, name: str, failed: int = 0, **spec: Any) -> None:
+        path = f"/apis/batch/v1/namespaces/team/jobs/{name}"
+        self.api.store(path, spec={"backoffLimit": 6, **spec}, status={"failed": failed})
+
+    def decide(self, after_s: float = 0.0) -> None:
+        """Let the controller decide once, so many seconds later."""
+        self.clock.advance(after_s)
+        names = {*self.reports, "node-a", *(f"idle-{number}" for number in range(self.nodes - 1))}
+        plans = {
+            name: GpuNodePlan(PlanMetadata(name), PlanSpec(), PlanStatus(unprepared=tuple(self.reports.get(name, ()))))
+            for name in names
+        }
+        claims = [msgspec.convert(each, Claim) for each in self.api.folder(CLAIMS).values()]
+        self.failed.update(plans, ClaimIndex(DRIVER, claims))
+
+    def events(self) -> dict[tuple[str, str], str]:
+        """The messages of the Events by kind and name of what they are about."""
+        stored = [*self.api.folder("/api/v1/namespaces/team/events").values()]
+        assert {(each["reason"], each["type"]) for each in stored} <= {("FailedStart", "Warning")}
+        return {(each["involvedObject"]["kind"], each["involvedObject"]["name"]): each["message"] for each in stored}
+
+    def event(self, name: str, kind: str = "Pod") -> str:
+        eventually(lambda: (kind, name) in self.events(), f"an Event on {kind} {name}")
+        return self.events()[kind, name]
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with ClusterApi() as api:
+        clock = FakeClock()
+        recorder = Recorder(api.server.client(), "tessera-controller", "controller-0", clock)
+        with in_thread(recorder.run, recorder.wake):
+            yield Site(api, clock, recorder)
+
+
+def test_a_pod_is_evicted_when_its_claim_could_not_be_prepared_for_two_minutes(site: Site) -> None:
+    site.start("serve")
+    site.decide()
+    site.decide(AFTER_SECONDS - 1)
+    assert site.failed.next_s == 1
+    assert not site.api.count("get")
+    site.decide(1)
+    assert site.api.evicted == ["serve"]
+    for kind in ("Pod", "ResourceClaim"):
+        message = site.event("serve", kind)
+        assert f"node node-a can't prepare {SMALL} for claim team/serve: NVML says UNKNOWN (999)" in message
+        assert "its pod is evicted" in message
+    site.decide(RETRY_SECONDS)
+    assert site.api.evicted == ["serve"]
+
+
+@pytest.mark.parametrize("cause", [FailureCause.GPU, FailureCause.NODE])
+def test_a_fault_of_the_gpu_or_of_the_node_is_a_reason(site: Site, cause: FailureCause) -> None:
+    site.start("serve", cause=cause)
+    site.decide()
+    site.decide(AFTER_SECONDS)
+    assert site.api.evicted == ["serve"]
+
+
+def test_what_the_claim_itself_is_to_blame_for_moves_nobody(site: Site) -> None:
+    site.start("serve", cause=FailureCause.OTHER)
+    site.decide()
+    assert site.failed.next_s is None
+
+
+def test_a_claim_that_is_prepared_in_time_is_forgotten(site: Site) -> None:
+    site.start("serve")
+    site.decide()
+    site.reports.clear()
+    site.decide(AFTER_SECONDS)
+    assert site.failed.next_s is None
+    assert not site.api.count("get")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda site: site.api.drop(f"{CLAIMS}/serve"), id="the claim is gone"),
+        pytest.param(lambda site: site.claim("serve", "serve", allocation=None), id="it has no device any more"),
+        pytest.param(lambda site: site.claim("serve", "serve", devices=ready(SMALL)), id="it is prepared"),
+        pytest.param(lambda site: site.claim("serve", "serve", node="node-b"), id="it is on another node now"),
+        pytest.param(lambda site: site.pod("serve", "serve", phase="Running"), id="the pod runs"),
+        pytest.param(lambda site: site.api.drop(f"{PODS}/serve"), id="the pod is gone"),
+        pytest.param(lambda site: site.api.protected.update({"serve": 409}), id="another pod of its name"),
+    ],
+)
+def test_nobody_is_evicted_if_the_api_server_knows_better(site: Site, change: Any) -> None:
+    site.start("serve")
+    site.decide()
+    change(site)
+    site.decide(AFTER_SECONDS)
+    assert site.api.count("get")
+    assert not site.api.evicted
+    assert not site.events()
+
+
+def test_another_claim_of_the_same_name_is_left_alone(site: Site) -> None:
+    site.start("serve")
+    site.reports["node-a"] = [msgspec.structs.replace(site.reports["node-a"][0], uid="of-an-earlier-claim")]
+    site.decide()
+    site.decide(AFTER_SECONDS)
+    assert not site.api.evicted
+
+
+@pytest.mark.parametrize(
+    ("protect", "why"),
+    [
+        pytest.param(
+            lambda site: site.pod("serve", "serve", owners=[owner("x", controller=False)]), "must be deleted", id="bare"
+        ),
+        pytest.param(
+            lambda site: site.pod("serve", "serve", owners=[owner("x", "DaemonSet")]), "DaemonSet", id="DaemonSet"
+        ),
+        pytest.param(
+            lambda site: site.pod("serve", "serve", owners=[owner("node-a", "Node")]), "static", id="static pod"
+        ),
+        pytest.param(
+            lambda site: site.claim("serve", "serve", result={"adminAccess": True}), "adminAccess", id="adminAccess"
+        ),
+        pytest.param(lambda site: site.budget("keep", "serve", 1, 2), "PodDisruptionBudget keep forbids it", id="PDB"),
+    ],
+)
+def test_a_protected_pod_stays_and_is_told_why(site: Site, protect: Any, why: str) -> None:
+    site.start("serve")
+    protect(site)
+    site.decide()
+    site.decide(AFTER_SECONDS)
+    assert not site.api.evicted
+    assert why in site.event("serve")
+    assert "its pod is not evicted" in site.event("serve", "ResourceClaim")
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [("other-app", 1, 2, ""), ("serve", 2, 2, ""), ("serve", 1, 2, "AlwaysAllow")],
+    ids=["of other pods", "that has room", "that lets unhealthy pods go"],
+)
+def test_a_budget_does_not_protect_a_pod(site: Site, budget: tuple[str, int, int, str]) -> None:
+    site.start("serve")
+    site.budget("pdb", *budget)
+    site.decide()
+    site.decide(AFTER_SECONDS)
+    assert site.api.evicted == ["serve"]
+
+
+IGNORES = {"rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]}
+FAILS = {"rules": [{"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]}
+
+
+@pytest.mark.parametrize(
+    ("failed", "spec", "evicted"),
+    [
+        (0, {}, True),
+        (5, {}, True),
+        (6, {}, False),
+        (0, {"backoffLimit": 0}, False),
+        (0, {"backoffLimit": 0, "podFailurePolicy": IGNORES}, True),
+        (0, {"podFailurePolicy": FAILS}, False),
+        (0, {"backoffLimitPerIndex": 1}, False),
+    ],
+)
+def test_a_pod_of_a_job_goes_only_if_the_job_goes_on(site: Site, failed: int, spec: Any, evicted: bool) -> None:
+    site.start("train")
+    site.pod("train", "train", owners=[owner("fit", "Job")])
+    site.job("fit", failed, **spec)
+    site.decide()
+    site.decide(AFTER_SECONDS)
+    assert bool(site.api.evicted) is evicted
+    if not evicted:
+        assert "Job fit would count it" in site.event("train")
+
+
+def test_of_the_consumers_of_a_claim_all_are_evicted_or_none(site: Site) -> None:
+    site.start("shared", "one", "two")
+    site.pod("two", "shared", owners=[])
+    site.decide()
+    site.decide(AFTER_SECONDS)
+    assert not site.api.evicted
+    site.pod("two", "shared")
+    site.decide(RETRY_SECONDS)
+    assert sorted(site.api.evicted) == ["one", "two"]
+
+
+def test_an_owner_loses_two_pods_an_hour_and_no_more(site: Site) -> None:
+    for number in range(MOST_OF_OWNER + 1):
+        name = f"pod-{number}"
+        site.start(name)
+        site.pod(name, name, owners=[owner("deployment")])
+    site.decide()
+    site.decide(AFTER_SECONDS)
+    for _ in range(2 * MOST_OF_OWNER):
+        site.decide(BUDGET_SECONDS)
+    assert len(site.api.evicted) == MOST_OF_OWNER
+
+
+def test_a_node_loses_one_pod_a_minute_at_first(site: Site) -> None:
+    for number in range(3):
+        site.start(f"pod-{number}")
+    site.decide()
+    site.decide(AFTER_SECONDS)
+    assert len(site.api.evicted) == 1
+    site.decide(RETRY_SECONDS)
+    assert len(site.api.evicted) == 1
+    site.decide(BUDGET_SECONDS)
+    assert len(site.api.evicted) == 2
+
+
+def test_a_release_that_fails_everywhere_evicts_nobody(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    site.nodes = 18
+    for number in range(3):
+        site.start(f"pod-{number}", node=f"node-{number}")
+    site.decide()
+    site.decide(AFTER_SECONDS)
+    assert not site.api.evicted
+    assert "too many nodes" in caplog.text
+
+
+def test_without_the_right_to_look_nobody_is_evicted(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    site.start("serve")
+    site.decide()
+    site.api.once("get", lambda exchange: exchange.refuse(403, "no right"))
+    site.decide(AFTER_SECONDS)
+    assert not site.api.evicted
+    assert "can't be evicted now" in caplog.text
+
+
+def test_a_report_can_not_lead_elsewhere(site: Site) -> None:
+    report = UnpreparedClaim("../../nodes/x", "uid", "2026-11-26T00:00:00Z", FailureCause.GPU)
+    site.reports["node-a"] = [report]
+    site.decide()
+    site.decide(AFTER_SECONDS)
+    assert not site.api.count("get")
