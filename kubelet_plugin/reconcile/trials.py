@@ -100,5 +100,7 @@ class Trials:
         stores.checkpoint.put(record)
         try:
             self._partitions.make(device, entry)
-        finally:
+        except RecoverableError:
             self._cleanup.undo(record)
+            raise
+        self._cleanup.undo(record)

@@ -10,6 +10,8 @@ import pytest
 
 from driver.errors import HardwareError
 from driver.model.plan import ClearedFaults, PlanSpec
+from driver.step_observer import unobserved
+from kubelet_plugin.claims.killable_steps import NodeStep, Observer
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.reconcile.trials import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Trials
 from tests.support.health import HealthUnderTest
@@ -26,10 +28,11 @@ class FailingNode:
 
     root: Path
     now: float = 1000.0
+    observer: Observer = unobserved
     health: HealthUnderTest = field(init=False)
 
     def __post_init__(self) -> None:
-        self.health = HealthUnderTest(start_node(self.root))
+        self.health = HealthUnderTest(start_node(self.root, observer=self.observer))
         self.start_trials()
 
     def start_trials(self) -> None:
@@ -252,3 +255,30 @@ def test_other_gpus_are_used_meanwhile(failing: FailingNode) -> None:
     failing.refuse(SMALL, 3)
     failing.prepare(OTHER_GPU)
     assert failing.health.health.faults_by_kind()["failing"] == 1
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize(
+    "step", ["create-gpu-instance", "create-compute-instance", "destroy-compute-instance", "destroy-gpu-instance"]
+)
+def test_a_plugin_that_is_killed_in_a_trial_leaves_nothing_behind(tmp_path: Path, step: str, moment: str) -> None:
+    armed = False
+
+    def kill(at: NodeStep, when: str) -> None:
+        if armed and (at.value, when) == (step, moment):
+            raise Killed
+
+    failing = FailingNode(tmp_path, observer=kill)
+    failing.fail(CUT, times=3)
+    failing.refuse(SMALL, 3)
+    failing.later(0)
+    armed = True
+    with pytest.raises(Killed):
+        failing.later(FIRST_PAUSE_SECONDS)
+    armed = False
+    failing.restart()
+    assert failing.health.node.nothing_left()
