@@ -96,7 +96,8 @@ class WriteStage:
         if not seen.is_same_cluster:
             self.labels.update(seen.snapshot.cluster.nodes, changed.names, seen.fleet)
         self._overlaps.update(seen.snapshot.cluster.claims, seen.fleet, changed.names)
-        self._failed_starts.update(plans, seen.snapshot.cluster.claims)
+        if self._failed_starts.next_s is not None or any(plan.status.unprepared for plan in plans.values()):
+            self._failed_starts.update(plans, seen.snapshot.cluster.claims)
         self._asked = asked
         evictors = (self._overlaps.next_s, self._failed_starts.next_s)
         seconds = soonest(self._held_publication.next_s, self._writer.next_s, *evictors)

@@ -64,11 +64,8 @@ class FailedStarts:
         self._due: dict[tuple[str, str], float] = {}
         self._asked_at: dict[str, float] = {}
         self._evicted_at: dict[str, list[float]] = {}
-
-    @property
-    def next_s(self) -> float | None:
-        """Seconds until the next attempt; None: every claim can be prepared."""
-        return max(0.0, min(self._due.values()) - self._clock()) if self._due else None
+        self.next_s: float | None = None
+        """Seconds from the last update to the next attempt; None: every claim can be prepared."""
 
     def update(self, plans: Mapping[str, GpuNodePlan], claims: ClaimIndex) -> None:
         """Read which claims the nodes can not prepare, and move the pods of those that have waited. Raises nothing."""
@@ -103,6 +100,7 @@ class FailedStarts:
                 "too many nodes can't prepare claims: nobody is evicted for it",
                 extra={"nodes": len(self._asked_at), "of": len(plans)},
             )
+        self.next_s = max(0.0, min(self._due.values()) - self._clock()) if self._due else None
 
     def _move(self, start: FailedStart, claims: ClaimIndex) -> None:
         """Evict the pods of one claim, all or none. Raises ApiError."""

@@ -99,11 +99,8 @@ class OverlapEvictor:
         self._driver, self._is_enabled = settings.driver_name, settings.evict_conflicting
         self._by_node: dict[str, frozenset[Conflict]] = {}
         self._due: dict[Conflict, float] = {}
-
-    @property
-    def next_s(self) -> float | None:
-        """Seconds until the next attempt; None: there is no conflict."""
-        return max(0.0, min(self._due.values()) - self._clock()) if self._due else None
+        self.next_s: float | None = None
+        """Seconds from the last update to the next attempt; None: there is no conflict."""
 
     def update(self, claims: ClaimIndex, fleet: Fleet, changed: Iterable[str]) -> None:
         """Find the conflicts on the nodes that changed, and resolve those that are due. Raises nothing."""
@@ -127,6 +124,7 @@ class OverlapEvictor:
                 )
             if self._clock() > began + PASS_SECONDS:
                 break
+        self.next_s = max(0.0, min(self._due.values()) - self._clock()) if self._due else None
 
     def _resolve(self, conflict: Conflict, until: float) -> list[ApiError]:
         """Evict the pods of the claim that can't be prepared. Returns the failures that are worth another attempt."""

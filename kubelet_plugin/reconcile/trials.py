@@ -95,11 +95,11 @@ class Trials:
     def _cut_and_remove(self, trial: ClaimReference, device: Device) -> None:
         """Recorded like a claim that is being prepared: after a kill the partition is removed like a claim's."""
         stores, number = self._stores, self._stores.inventory.number(device.gpu)
-        entry = device_record(device, stores.pool.name, (), number)
-        record = ClaimRecord(VERSION, trial.namespace, trial.name, trial.uid, "preparing", (entry,), stores.boot)
+        partition = device_record(device, stores.pool.name, (), number)
+        record = ClaimRecord(VERSION, trial.namespace, trial.name, trial.uid, "preparing", (partition,), stores.boot)
         stores.checkpoint.put(record)
         try:
-            self._partitions.make(device, entry)
+            self._partitions.make(device, partition)
         except RecoverableError:
             self._cleanup.undo(record)
             raise
