@@ -157,7 +157,7 @@ def test_memory_and_processes_of_a_partition_are_its_own(node: SimulatedNode, cl
     memory = node.nvml.nvmlDeviceGetMemoryInfo(handles[0])
     assert (memory.used, memory.total) == (3 * GIB, 9984 * 2**20)
     assert node.nvml.nvmlDeviceGetMemoryInfo(handles[1]).used == 0
-    assert node.nvml.nvmlDeviceGetMemoryInfo(gpu).used == 3 * GIB
+    assert node.nvml.nvmlDeviceGetMemoryInfo(gpu, pynvml.nvmlMemory_v2).used == 3 * GIB
     pids = [
         [process.pid for process in node.nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
         for handle in (*handles, gpu)

@@ -103,8 +103,14 @@ def test_memory_bandwidth_computed_from_clock_and_width_is_the_published_one(nvm
 
 
 def test_memory_info_is_that_of_the_product(nvml: SimulatedNvml, gpu: Any) -> None:
+    memory = nvml.nvmlDeviceGetMemoryInfo(gpu, pynvml.nvmlMemory_v2)
+    free = 81559 * 2**20 - memory.reserved
+    assert (memory.total, memory.reserved, memory.used, memory.free) == (81559 * 2**20, 615 * 2**20, 0, free)
+
+
+def test_the_first_version_of_memory_info_counts_the_drivers_reserve_as_used(nvml: SimulatedNvml, gpu: Any) -> None:
     memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
-    assert (memory.total, memory.used, memory.free) == (81559 * 2**20, 0, 81559 * 2**20)
+    assert (memory.total, memory.used, memory.free) == (81559 * 2**20, 615 * 2**20, (81559 - 615) * 2**20)
 
 
 def test_a_wrong_struct_version_is_refused(nvml: SimulatedNvml, gpu: Any) -> None:
@@ -267,7 +273,7 @@ def test_processes_are_listed_with_the_instances_they_run_on(tmp_path: Path) -> 
     with process_on(node, partition.uuid, pid=12, memory=7 * 2**20):
         (process,) = nvml.nvmlDeviceGetComputeRunningProcesses(device)
         assert (process.pid, process.gpuInstanceId, process.computeInstanceId) == (12, 1, 0)
-        assert nvml.nvmlDeviceGetMemoryInfo(device).used == 7 * 2**20
+        assert nvml.nvmlDeviceGetMemoryInfo(device, pynvml.nvmlMemory_v2).used == 7 * 2**20
     assert nvml.nvmlDeviceGetComputeRunningProcesses(device) == []
 
 
@@ -277,7 +283,7 @@ def test_a_process_on_the_whole_gpu_belongs_to_no_instance(tmp_path: Path) -> No
     start_process(node, nvml.nvmlDeviceGetUUID(device), pid=11, memory=5 * 2**20)
     (process,) = nvml.nvmlDeviceGetComputeRunningProcesses(device)
     assert (process.pid, process.gpuInstanceId) == (11, pynvml.NVML_GPU_INSTANCE_ID_ANY)
-    assert nvml.nvmlDeviceGetMemoryInfo(device).used == 5 * 2**20
+    assert nvml.nvmlDeviceGetMemoryInfo(device, pynvml.nvmlMemory_v2).used == 5 * 2**20
 
 
 @pytest.mark.parametrize(
@@ -286,6 +292,7 @@ def test_a_process_on_the_whole_gpu_belongs_to_no_instance(tmp_path: Path) -> No
         (lambda n, g: n.nvmlDeviceGetPciInfo(g), pynvml.nvmlPciInfo_t),
         (lambda n, g: n.nvmlDeviceGetNvLinkRemotePciInfo(g, 0), pynvml.nvmlPciInfo_t),
         (lambda n, g: n.nvmlDeviceGetMemoryInfo(g), pynvml.c_nvmlMemory_t),
+        (lambda n, g: n.nvmlDeviceGetMemoryInfo(g, pynvml.nvmlMemory_v2), pynvml.c_nvmlMemory_v2_t),
         (lambda n, g: n.nvmlDeviceGetGpuInstanceProfileInfo(g, 0), pynvml.c_nvmlGpuInstanceProfileInfo_v2_t),
         (lambda n, g: n.nvmlDeviceGetFieldValues(g, [91])[0], pynvml.c_nvmlFieldValue_t),
         (lambda n, g: n.nvmlEventSetCreate(), pynvml.c_nvmlEventSet_t),

@@ -336,3 +336,16 @@ def test_an_unexpected_error_costs_one_round_and_not_the_plugin(node: Node, monk
 
     wait_for(stopped, 60, "there was another round")
     thread.join()
+
+
+def test_memory_in_use_is_without_what_the_driver_reserves(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.prepare("whole", WHOLE, load=constant(SimulatedActivity(), GIB))
+    assert node.value(MEMORY, "whole") == GIB
+
+
+def test_memory_in_use_is_known_where_the_library_has_only_the_first_version_of_the_struct(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.node.simulated.faults.fail("nvmlDeviceGetMemoryInfo", code=13, times=1)
+    node.prepare("whole", WHOLE, load=constant(SimulatedActivity(), GIB))
+    assert (node.value(MEMORY, "whole") or 0) >= GIB
