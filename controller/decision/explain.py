@@ -24,7 +24,6 @@ from controller.explain.sources.lacking_devices import Reasoning, reason_of
 from controller.fence.fence import Fence
 from controller.report.cluster_view import ClusterReads, ClusterView
 from controller.settings import ControllerSettings
-from driver.clock import Clock
 from driver.kube.client import KubeClient
 from driver.kube.events import Recorder
 from driver.kube.types import Key, Metadata
@@ -59,7 +58,7 @@ class ExplainStage:
         self._explained = 0
         """The number of decisions that have been explained."""
         self._workload_reasons = WorkloadReasons()
-        self.finder = ReasonFinder(settings.unused_s, Clock(), EXPLAIN_SECONDS)
+        self.finder = ReasonFinder(settings.unused_s, client.clock, EXPLAIN_SECONDS)
         self._lookups = ClusterReads(client, settings.namespace)
 
     def explain(self, seen: DecisionInput, offers: ChosenOffers) -> ClusterView:

@@ -17,7 +17,6 @@ from controller.explain.sources.availability import Availability, SelectedGpu, h
 from controller.explain.sources.scheduler_reports import report_of
 from controller.explain.sources.unplaced_pods import AllocatedPods
 from controller.report.cluster_view import ClusterView
-from driver.clock import Clock
 from driver.kube.types import Claim, Key, Pod
 
 NOT_PREPARED = "NotPrepared"
@@ -172,7 +171,7 @@ class Explainer:
         """The explanation of a reason that devices do not change."""
         pending, by_exclusion = reason.pending, dict[Excluded, list[str]]()
         if reason.code not in OF_THE_POD:
-            for node, excluded in AllocatedPods(self._queue, Clock()).excluded(pending.pods[0]).items():
+            for node, excluded in AllocatedPods(self._queue, self._view.clock).excluded(pending.pods[0]).items():
                 by_exclusion.setdefault(excluded, []).append(node)
         return replace(self._brief(pending, reason), changes=tuple(admitting(by_exclusion)))
 

@@ -68,6 +68,11 @@ class ClusterView:
     def driver(self) -> str:
         return self.queue.feasibility.matching.driver
 
+    @property
+    def clock(self) -> Clock:
+        """The API server's clock; that of this machine for an imagined cluster."""
+        return Clock() if self.reads is None else self.reads.clock
+
     @cached_property
     def reasoning(self) -> Reasoning:
         """Finds what a claim could have, and what would help."""
@@ -78,7 +83,7 @@ class ClusterView:
         """Why claims are pending, by key of the claim, or of the pod that lacks one."""
         if self.decided is not None:
             return self.decided
-        return reasons_in(self.situation)
+        return reasons_in(self.situation, self.clock)
 
     @cached_property
     def situation(self) -> Situation:
@@ -93,7 +98,7 @@ class ClusterView:
             unpublished=devices.unpublished(snapshot.plans),
             silent=silent_nodes(snapshot.views, snapshot.incomplete),
             refusing=refusing_nodes(snapshot.views),
-            unreported=unreported_nodes(snapshot, Clock()),
+            unreported=unreported_nodes(snapshot, self.clock),
             plan=self._plan(),
             controller_silent=None if asked is None else asked.controller_silent(),
             lookups=reads or Lookups(),
@@ -105,7 +110,7 @@ class ClusterView:
         if OfferMode.DISJOINT not in modes or not self.queue.pending:
             return None
         plans, devices = self.snapshot.plans, self.devices
-        reserved = overdue_reservation(self.queue, Clock())
+        reserved = overdue_reservation(self.queue, self.clock)
         chosen = DisjointPlanner(Ranking()).curate(self.queue, devices.offered, {}, reserved)
         by_claim = chosen.by_claim or {}
         offers = devices.offerable(chain.from_iterable(by_claim.values()), plans)
@@ -126,6 +131,7 @@ class ClusterReads(Lookups):
     def __init__(self, client: KubeClient, namespace: str | None) -> None:
         """``namespace``: that of this controller, a standby of the leader; None: found by the heartbeat."""
         self._client, self._namespace = client, namespace
+        self.clock: Clock = client.clock
 
     @cached_property
     def _heartbeat(self) -> LastHeartbeat | None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from email.utils import format_datetime
 from functools import partial
 from http import HTTPStatus
 from importlib.resources import files
@@ -105,6 +106,7 @@ def serve_page(
         access_log=False,
         proxy_headers=False,
         server_header=False,
+        date_header=False,
         headers=HEADERS,
         limit_concurrency=MAX_CONNECTIONS,
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
@@ -201,7 +203,8 @@ class WebPage:
     async def _state(self, request: Request) -> Response:
         """Everything, and the version after which ``_changes`` continues."""
         published = await self.feed.current()
-        headers = {"Vary": "Accept-Encoding"}
+        now = format_datetime(self._client.clock.now(), usegmt=True)
+        headers = {"Vary": "Accept-Encoding", "Date": now}  # the page computes ages with the API server's clock
         loop = asyncio.get_running_loop()
         body = await loop.run_in_executor(self._threads, lambda: published.packed)
         if "gzip" not in request.headers.get("accept-encoding", ""):

@@ -153,7 +153,7 @@ class UsageReader:
 
 
 def _memory(nvml: Any, device: Any) -> Any | None:
-    """Memory of a device. The first version of the struct counts what the driver reserves as used: 615 MiB of an H200."""
+    """Memory of a device. The first version of the struct counts 615 MiB that an H200 reserves as used."""
     with suppress(pynvml.NVMLError_ArgumentVersionMismatch):
         if (memory := fact(nvml.nvmlDeviceGetMemoryInfo, device, pynvml.nvmlMemory_v2)) is not None:
             return memory

@@ -9,13 +9,16 @@ from __future__ import annotations
 import http.client
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import datetime, timedelta
+from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlencode
 
 import msgspec
 import urllib3
 
+from driver.clock import Clock
 from driver.errors import CONFLICT, NOT_FOUND, ApiError, accepted_status
 from driver.kube.credentials import Access, CredentialsError
 from driver.kube.credentials import load_configuration as load_configuration
@@ -50,10 +53,28 @@ class _Outcome:
     status: int | None = None
 
 
+class ServerClock(Clock):
+    """The API server's clock, by the header Date (RFC 9110, whole seconds) of its last response.
+
+    Ages are computed with it: the times in objects are the API server's, and the clock of this machine may differ.
+    Before the first response it is that of this machine.
+    """
+
+    def __init__(self) -> None:
+        self.last_date: tuple[str, float] = "", 0.0
+        """The header, and the monotonic time at which it arrived."""
+
+    def now(self) -> datetime:
+        date, arrived_at = self.last_date
+        with suppress(ValueError):
+            return parsedate_to_datetime(date) + timedelta(seconds=self.monotonic() - arrived_at)
+        return super().now()
+
+
 class KubeClient:
     """A client of one API server. Thread-safe. Paths are absolute (``/apis/resource.k8s.io/v1/...``).
 
-    Every method raises ApiError; its ``status`` is None if no response arrived.
+    ``clock`` is the API server's. Every method raises ApiError; its ``status`` is None if no response arrived.
     """
 
     def __init__(self, access: Access, user_agent: str, observe: RequestObserver | None = None) -> None:
@@ -61,6 +82,7 @@ class KubeClient:
         self._access = access
         self._headers = {"Accept": JSON, "User-Agent": user_agent}
         self._observe = observe
+        self.clock = ServerClock()
 
     def get(self, path: str, query: Mapping[str, str] | None = None) -> bytes:
         return self._request("GET", path, query=query)
@@ -217,6 +239,7 @@ class KubeClient:
                 f"{method} {path}: the token can't be sent as an HTTP header: a line break or another "
                 "unprintable character is in it; check the kubeconfig's token or tokenFile"
             ) from None
+        self.clock.last_date = response.headers.get("Date", ""), time.monotonic()
         if response.status >= http.client.BAD_REQUEST:
             raise _refusal(method, path, response)
         return response

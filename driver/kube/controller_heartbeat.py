@@ -1,14 +1,14 @@
 """Heartbeat of the controller: a Lease that the leader renews and that every node watches.
 
 Clocks are not compared: each node measures the time since it saw the last renewal, and commands that look once compare
-times that the API server has written.
+the time that the API server has written with its clock.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,7 +20,7 @@ from driver.clock import Clock, micro_time
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, Object
 from driver.kube.lease import Lease, LeaseSpec, lease_object, leases
-from driver.kube.reads import page_reader, pages, read_all
+from driver.kube.reads import read_all
 from driver.kube.watch_cache import Change, WatchCache
 
 log = logging.getLogger(__name__)
@@ -40,8 +40,7 @@ SILENCE_TIMEOUT_SECONDS = 30.0
 """Time without a renewal after which a node runs standalone."""
 
 
-ALL_LEASES, NODE_LEASES = "/apis/coordination.k8s.io/v1/leases", "kube-node-lease"
-"""The path of the Leases of all namespaces, and the namespace of those that kubelets renew every few seconds."""
+ALL_LEASES = "/apis/coordination.k8s.io/v1/leases"
 
 NEVER_RENEWED = datetime.min.replace(tzinfo=UTC)
 
@@ -159,11 +158,6 @@ def renewed_at(lease: Mapping[str, Any]) -> datetime | None:
     return max(times, default=None)
 
 
-def server_time(leases: Iterable[Mapping[str, Any]]) -> datetime:
-    """The latest renewal of ``leases`` by the API server's clock; without any, the time of this machine."""
-    return max((time for lease in leases if (time := renewed_at(lease)) is not None), default=datetime.now(UTC))
-
-
 def last_heartbeat(client: KubeClient) -> LastHeartbeat | None:
     """The heartbeat Lease of the cluster; None if there is none, or if this account may not list Leases."""
     try:
@@ -172,9 +166,8 @@ def last_heartbeat(client: KubeClient) -> LastHeartbeat | None:
         newest = max(heartbeats, key=lambda lease: renewed_at(lease) or NEVER_RENEWED, default=None)
         if newest is None:
             return None
-        others = next(pages(client, leases(NODE_LEASES), page_reader(Object))).items or []
     except (ApiError, msgspec.MsgspecError):
         return None
     renewed = renewed_at(newest)
-    age = None if renewed is None else (server_time(others) - renewed).total_seconds()
+    age = None if renewed is None else (client.clock.now() - renewed).total_seconds()
     return LastHeartbeat(str(newest["metadata"]["namespace"]), age)

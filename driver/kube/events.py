@@ -80,7 +80,7 @@ class Recorder:
     def __init__(self, client: KubeClient, component: str, instance: str, clock: Clock | None = None) -> None:
         self._client = client
         self._component, self._instance = component, instance
-        self._clock = clock or Clock()
+        self._clock = clock or client.clock
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._waiting: OrderedDict[Identity, Waiting] = OrderedDict()

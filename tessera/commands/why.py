@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -19,6 +18,7 @@ from controller.explain.sources.availability import listed
 from controller.explain.sources.scheduler_reports import report_of
 from controller.report.claim_explainer import NOT_PREPARED, TERMINATING, Explainer, Explanation, key_of
 from controller.report.cluster_view import ClusterView, read_cluster
+from driver.clock import Clock
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError, UsageError, accepted_status
 from driver.kube.client import KubeClient
 from driver.kube.reads import read_all, read_claim, read_object
@@ -92,7 +92,7 @@ def why(
             raise
         reported = _reported(client, name, namespace or "default", refusal)
         click.echo("this account may not read the whole cluster: this is what the controller reported last", err=True)
-        _print(reported, [() for _ in reported], output, is_brief=True)
+        _print(reported, [() for _ in reported], output, client.clock, is_brief=True)
     explainer, where = Explainer(view), None if all_namespaces else namespace or "default"
     if name is None:
         pending = explainer.pending()
@@ -102,18 +102,24 @@ def why(
     explanations = [_with_preparation(client, driver_name, explanation) for explanation in explanations]
     is_brief = name is None and len(explanations) > 1 and output != "json"
     holders = [[] if is_brief else _holders(client, view, explanation) for explanation in explanations]
-    _print(explanations, holders, output, is_brief=is_brief)
+    _print(explanations, holders, output, client.clock, is_brief=is_brief)
 
 
 def _print(
-    explanations: Sequence[Explanation], holders: Sequence[Sequence[HoldingClaim]], output: str, *, is_brief: bool
+    explanations: Sequence[Explanation],
+    holders: Sequence[Sequence[HoldingClaim]],
+    output: str,
+    clock: Clock,
+    *,
+    is_brief: bool,
 ) -> NoReturn:
     if output == "json":
         text = json.dumps(list(map(_as_json, explanations, holders)), indent=2)
     elif is_brief:
-        text = "\n".join(map(_as_line, explanations))
+        text = "\n".join(_as_line(explanation, clock) for explanation in explanations)
     else:
-        text = "\n\n".join(map(_as_text, explanations, holders)) or "no claim is pending"
+        texts = (_as_text(*explained, clock) for explained in zip(explanations, holders, strict=True))
+        text = "\n\n".join(texts) or "no claim is pending"
     click.echo(text)
     sys.exit(1 if any(explanation.is_pending for explanation in explanations) else 0)
 
@@ -260,21 +266,22 @@ def _holder(client: KubeClient, name: str, devices: tuple[str, ...]) -> HoldingC
     return HoldingClaim(name, devices, pods, pod.spec.priority if pod is not None else None, created, deleted)
 
 
-def _title(explanation: Explanation) -> str:
+def _title(explanation: Explanation, clock: Clock) -> str:
     pods = [printable(str(pod.metadata.key)) for pod in explanation.pods]
     what = f"claim {printable(explanation.claim)}" if explanation.claim else f"pod {pods[0]}"
     used = f" of pod {', '.join(pods[:3])}" if explanation.claim and pods else ""
     created = explanation.pods[0].metadata.creation_timestamp if explanation.pods else None
-    since = f", pending for {_age(created)}" if created and explanation.is_pending else ""
+    since = f", pending for {_age(created, clock)}" if created and explanation.is_pending else ""
     return f"{what}{used}{since}"
 
 
-def _as_line(explanation: Explanation) -> str:
-    return f"{_title(explanation)}\n  {click.style(explanation.code, bold=True)}: {printable(explanation.message)}"
+def _as_line(explanation: Explanation, clock: Clock) -> str:
+    code = click.style(explanation.code, bold=True)
+    return f"{_title(explanation, clock)}\n  {code}: {printable(explanation.message)}"
 
 
-def _as_text(explanation: Explanation, holders: Sequence[HoldingClaim]) -> str:
-    lines = [_as_line(explanation)]
+def _as_text(explanation: Explanation, holders: Sequence[HoldingClaim], clock: Clock) -> str:
+    lines = [_as_line(explanation, clock)]
     rows = [
         [
             printable(request.name),
@@ -295,7 +302,7 @@ def _as_text(explanation: Explanation, holders: Sequence[HoldingClaim]) -> str:
                 ", ".join(holder.devices[:3]) + (" ..." if len(holder.devices) > 3 else ""),
                 (printable(", ".join(holder.pods[:2])) or "-") + (" (being deleted)" if holder.terminating else ""),
                 "-" if holder.priority is None else str(holder.priority),
-                _age(holder.created) if holder.created else "-",
+                _age(holder.created, clock) if holder.created else "-",
             ]
             for holder in holders
         ]
@@ -311,8 +318,8 @@ def _as_text(explanation: Explanation, holders: Sequence[HoldingClaim]) -> str:
     return "\n".join(lines)
 
 
-def _age(created: str) -> str:
-    seconds = max(0, int((datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds()))
+def _age(created: str, clock: Clock) -> str:
+    seconds = max(0, int(clock.seconds_since(created)))
     for size, name in ((86400, "day"), (3600, "hour"), (60, "minute")):
         if seconds >= 2 * size:
             return counted(seconds // size, name)

@@ -13,7 +13,6 @@ from controller.cluster.node_views import NodeView
 from controller.curation.offer_mode import decide_offer_mode
 from controller.demand.node_eligibility import CORDONED as NODE_CORDONED
 from controller.report.cluster_view import ClusterView, unreported_nodes
-from driver.clock import Clock
 from driver.errors import FatalError, UsageError
 from driver.kube.client import KubeClient
 from driver.kube.reads import RESOURCE_GROUP, list_claims, minor_version, read_all
@@ -78,7 +77,7 @@ def of_cluster(client: KubeClient, view: ClusterView, driver: str) -> ClusterCon
         mode=decide_offer_mode("auto", version, view.snapshot.views).mode,
         rules=cluster.taint_rules,
         offers=frozenset(view.devices.offered),
-        unreported=replace(unreported_nodes(view.snapshot, Clock()), may_report=False),
+        unreported=replace(unreported_nodes(view.snapshot, view.clock), may_report=False),
     )
 
 

@@ -19,7 +19,7 @@ from controller.report.claim_explainer import Explainer, Explanation
 from controller.report.cluster_view import read_cluster
 from driver.errors import FORBIDDEN, ApiError, FatalError, UsageError
 from driver.kube.client import Object
-from driver.kube.controller_heartbeat import HEARTBEAT, is_silent, renewed_at, server_time
+from driver.kube.controller_heartbeat import HEARTBEAT, is_silent, renewed_at
 from driver.kube.lease import leases
 from driver.kube.reads import RESOURCE_GROUP, read_all
 from driver.kube.slice_types import ResourceSlice
@@ -91,6 +91,7 @@ CheckOutput = Iterator[str | Problem]
 class StatusSnapshot:
     """API objects by list.
 
+    now            by the API server's clock
     version        that of the API server
     slices         of the driver; ``others`` are NVIDIA's
     claims         with a device of the driver
@@ -104,6 +105,7 @@ class StatusSnapshot:
 
     driver: str
     namespace: str
+    now: datetime
     version: Object = field(default_factory=dict)
     nodes: Sequence[Object] = ()
     slices: Sequence[ResourceSlice] = ()
@@ -125,11 +127,6 @@ class StatusSnapshot:
 
     def has_read(self, *listings: Listing) -> bool:
         return not any(listing in self.unreadable for listing in listings)
-
-    @property
-    def now(self) -> datetime:
-        """The latest renewal of a Lease by the API server's clock; the clock of this machine may differ."""
-        return server_time((*self.leases.values(), *self.node_leases))
 
     def age_of(self, lease: Object | None) -> float | None:
         """Seconds since a Lease was renewed, by the API server's clock."""
@@ -202,10 +199,12 @@ class SnapshotReader:
         """Read everything. Raises UsageError if Tessera is in another namespace than the given one."""
         claims = self._read(Listing.CLAIMS, f"{RESOURCE_GROUP}/resourceclaims", Claim)
         plans, own_leases = self._plans(), self._read(Listing.LEASES, leases(self._namespace), Object)
+        version = self._client.get_object("/version")
         snapshot = StatusSnapshot(
             self._driver,
             self._namespace,
-            version=self._client.get_object("/version"),
+            self._client.clock.now(),
+            version=version,
             nodes=self._read(Listing.NODES, "/api/v1/nodes", Object),
             slices=self._read(Listing.SLICES, SLICES, ResourceSlice, f"spec.driver={self._driver}"),
             others=self._read(Listing.SLICES, SLICES, ResourceSlice, "spec.driver=gpu.nvidia.com"),

@@ -77,6 +77,9 @@ class Exchange(BaseHTTPRequestHandler):
         """Hang up in the middle of things."""
         self.close_connection = True
 
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        return super().date_time_string((time.time() if timestamp is None else timestamp) + self.server.ahead_seconds)
+
     def log_message(self, *_: object) -> None:
         pass
 
@@ -89,6 +92,8 @@ class HttpServer(ThreadingHTTPServer):
 
     def __init__(self, answer: Answer, port: int = 0) -> None:
         self.answer = answer
+        self.ahead_seconds = 0.0
+        """How much its clock is ahead of that of the test."""
         self.open: set[Any] = set()
         super().__init__(("127.0.0.1", port), Exchange)
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()

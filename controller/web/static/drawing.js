@@ -179,9 +179,16 @@ function holders(buttons, more) {
     items([...buttons.slice(SHOWN_HOLDERS), ...(more > 0 ? [`and ${more} more`] : [])]))];
 }
 
+/** Milliseconds that the API server's clock is ahead of this machine's. */
+let ahead = 0;
+
+export function setClock(date) {
+  ahead = (Date.parse(date) || Date.now()) - Date.now();
+}
+
 export function age(created) {
   if (!created) return "";
-  const seconds = Math.max(0, Math.floor((Date.now() - Date.parse(created)) / 1000));
+  const seconds = Math.max(0, Math.floor((Date.now() + ahead - Date.parse(created)) / 1000));
   for (const [size, noun] of [[86400, "day"], [3600, "hour"], [60, "minute"]]) {
     if (seconds >= 2 * size) return counted(Math.floor(seconds / size), noun);
   }

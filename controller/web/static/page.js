@@ -1,5 +1,5 @@
 // The page: loads everything once, follows the changes, and draws what is in view.
-import { age, element, fillNode, legend, nodeDetail, nodeFrame, pendingRow, printable, productRow } from "/drawing.js";
+import { age, element, fillNode, legend, nodeDetail, nodeFrame, pendingRow, printable, productRow, setClock } from "/drawing.js";
 
 const FIRST_FILLED = 16; // nodes that are drawn at once; others when they come into view
 const SILENCE_MS = 40_000; // the server sends something every 15 s
@@ -33,7 +33,11 @@ async function request(path, options = {}) {
 async function follow() {
   for (let delay = 1000; ; delay = Math.min(2 * delay, MAX_DELAY_MS)) {
     try {
-      if (!version) apply(await (await request("/api/state")).json(), true);
+      if (!version) {
+        const response = await request("/api/state");
+        setClock(response.headers.get("Date"));
+        apply(await response.json(), true);
+      }
       show("live");
       await readChanges(() => (delay = 1000));
       version = "";

@@ -103,6 +103,7 @@ class Reads(ClusterReads):
 
     def __init__(self, fenced: frozenset[PoolDevice] | None = frozenset(), silent: float | None = None) -> None:
         self._fenced, self._silent = fenced, silent
+        self.clock = Clock()
 
     def fenced(self) -> frozenset[PoolDevice] | None:
         return self._fenced

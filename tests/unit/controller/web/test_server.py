@@ -13,6 +13,8 @@ import sys
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from http.client import HTTPConnection, HTTPMessage, HTTPResponse, HTTPSConnection
 from importlib.resources import files
 from pathlib import Path
@@ -152,6 +154,16 @@ def test_the_page_loads_nothing_from_elsewhere_and_makes_no_markup_from_texts() 
         text = (files("controller.web") / "static" / name).read_text(encoding="utf-8")
         assert not re.search(r"https?:|['\"]//|@import|url\(|<(style|script)>|\son\w+=|\sstyle=", text)
         assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|DOMParser", text)
+
+
+def test_the_state_has_the_time_of_the_api_server(api: ObjectApi, cluster: Cluster) -> None:
+    api.server.ahead_seconds = 3600
+    client = api.server.client()
+    client.get(SLICES, {"limit": "1"})
+    cluster.put(example())
+    with serving(client) as port:
+        now = parsedate_to_datetime(get(port, "/api/state").headers["Date"])
+    assert abs((now - datetime.now(UTC)).total_seconds() - 3600) < SOON_S
 
 
 def test_a_browser_gets_the_state_compressed(port: int) -> None:

@@ -7,6 +7,7 @@ import logging
 import ssl
 import threading
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,12 @@ def test_requests_carry_token_agent_query_and_body(script: Script) -> None:
     assert listed.query == {"fieldSelector": "spec.nodeName=a,spec.driver=b", "limit": "5"}
     assert created.headers["Content-Type"] == "application/json"
     assert created.body == b'{"metadata":{"name":"x"}}'
+
+
+def test_the_clock_is_that_of_the_api_server(script: Script) -> None:
+    script.server.ahead_seconds = 3600
+    script.client.get(PATH)
+    assert abs((script.client.clock.now() - datetime.now(UTC)).total_seconds() - 3600) < 5
 
 
 def test_an_apply_names_its_manager_and_takes_over_what_others_manage(script: Script) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from driver.kube.lease import leases
 from driver.model.plan import PATH
 from tessera.cli import main
 from tests.support.api_server import SLICES, Exchange, ObjectApi
-from tests.unit.tessera.status.test_checks import item, lease
+from tests.unit.tessera.status.test_checks import NOW, item, lease
 from tests.unit.tessera.test_cli import KUBECONFIG
 
 NODES = "/api/v1/nodes"
@@ -124,6 +125,19 @@ def test_each_list_is_read_once(api: StatusApi, kubeconfig: Path) -> None:
     api.store(f"{SLICES}/a", spec=msgspec.to_builtins(item().spec))
     checks(kubeconfig)
     assert api.repeated_lists() == []
+
+
+@pytest.mark.parametrize("ahead", [-3600, 0, 3600])
+def test_the_age_of_the_heartbeat_is_that_by_the_api_servers_clock(
+    api: StatusApi, kubeconfig: Path, ahead: float
+) -> None:
+    api.server.ahead_seconds = ahead
+    ago = NOW - datetime.now(UTC) - timedelta(seconds=ahead)
+    for name in ("tessera-controller", "tessera-controller-heartbeat"):
+        api.store(f"{leases('tessera')}/{name}", **lease(name, "controller-1", ago_s=ago.total_seconds()))
+    api.store(f"{PATH}/node-a", spec={}, status={})
+    found = checks(kubeconfig)
+    assert (found["controller"]["findings"], found["clocks"]["findings"]) == ([], [])
 
 
 def test_a_plan_that_its_node_follows_meanwhile_is_read_again(

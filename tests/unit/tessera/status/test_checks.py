@@ -103,6 +103,7 @@ def version_of(text: str) -> dict[str, str]:
 SOUND = StatusSnapshot(
     DRIVER,
     "tessera",
+    NOW,
     version=version_of("v1.37.1"),
     nodes=[{"metadata": {"name": NODE}}],
     slices=[item()],

@@ -65,7 +65,7 @@ def test_a_gpu_node_that_is_not_ready_is_a_finding(status: str) -> None:
 
 def test_a_gpu_node_whose_kubelet_no_longer_renews_its_lease_is_a_finding() -> None:
     silent = replace(SOUND, node_leases=[lease(NODE, NODE, ago_s=90)])
-    message = "its Node is not ready: its kubelet has not renewed its Lease for 87 s"
+    message = "its Node is not ready: its kubelet has not renewed its Lease for 90 s"
     assert found(silent) == {"node plugins": f"{NODE} {message}"}
 
 

@@ -56,6 +56,7 @@ def test_without_a_trace_of_tessera_there_is_one_finding() -> None:
     nowhere = StatusSnapshot(
         DRIVER,
         "tessera",
+        SOUND.now,
         version=SOUND.version,
         nodes=SOUND.nodes,
         node_leases=SOUND.node_leases,
