@@ -126,8 +126,9 @@ fuzz: env ## feed hostile API objects to the controller (OBJECTS=; 30 minutes pe
 
 DURATION ?= 600
 RATE ?= 200
-soak: binaries ## create and delete random claims; fail if anything leaks (DURATION= seconds, RATE= claims per minute, root)
-	@$(RUN)/python -m tests.soak --duration $(DURATION) --rate $(RATE)
+FAILING ?= 0
+soak: binaries ## create and delete random claims; fail if anything leaks (DURATION= seconds, RATE= claims per minute, FAILING= seconds in which a GPU refuses, root)
+	@$(RUN)/python -m tests.soak --duration $(DURATION) --rate $(RATE) --failing $(FAILING)
 
 conformance: binaries ## record on a real cluster the results that the CEL engine must give (2 minutes, root)
 	@$(RUN)/python -m tests.conformance

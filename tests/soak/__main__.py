@@ -32,8 +32,9 @@ SERVED = 0.9
 @click.option("--duration", "seconds", type=float, default=600, show_default=True, help="Seconds of load.")
 @click.option("--rate", type=float, default=200, show_default=True, help="Claims a minute.")
 @click.option("--kills", type=int, default=4, show_default=True, help="How often the plugin is killed.")
+@click.option("--failing", "failing_s", type=float, default=0, help="Seconds for which GPU 0 refuses to be cut.")
 @click.option("--seed", type=int, help="Of the claims and kills; another one each time unless given.")
-def main(binaries: Path | None, seconds: float, rate: float, kills: int, seed: int | None) -> None:
+def main(binaries: Path | None, seconds: float, rate: float, kills: int, failing_s: float, seed: int | None) -> None:
     """Random claims come and go; exit code 1 if anything leaks.
 
     Real: API server, scheduler, controllers, the node plugin process and its sockets. Played: the kubelet, which
@@ -42,7 +43,7 @@ def main(binaries: Path | None, seconds: float, rate: float, kills: int, seed: i
     """
     logging.getLogger().addHandler(logging.NullHandler())  # watches end with their cluster, and say so
     progress = Progress()
-    plan = Plan(seconds, rate, kills, int(time.time()) if seed is None else seed)
+    plan = Plan(seconds, rate, kills, int(time.time()) if seed is None else seed, failing_s)
     with Cluster.start(Settings(name="soak", nodes=0, binaries=binaries), progress) as cluster:
         install(cluster)
         report = soak(cluster, plan, progress)
@@ -66,7 +67,8 @@ def shown(report: Report) -> str:
     checks = [[f.name, f"{f.value:g}", f"{f.allowed:g}", "LEAKS" if f.leaks else "ok"] for f in report.findings]
     summary = (
         f"{tally.served} claims served in {duration(report.load_s)} ({report.per_minute:.0f} a minute), "
-        f"{tally.unserved} found no room, {tally.held_back} held back, {report.killed} kills, {tally.retried} retries"
+        f"{tally.unserved} found no room, {tally.held_back} held back, {report.killed} kills, "
+        f"{tally.retried} retries, {tally.moved} moved"
     )
     lines = [over_time, columns(["CHECK", "VALUE", "ALLOWED", ""], checks), summary]
     if len(tally.prepare_ms) > 1:

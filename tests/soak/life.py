@@ -28,7 +28,15 @@ ANSWERED_S = 90.0
 
 RETRY_S = 0.5
 
-Count = Literal["asked", "ended", "served", "unserved", "held_back", "retried"]
+REFUSED, MOVED_S = "NVML says UNKNOWN", 5.0
+"""What the plugin says while the hardware refuses, and how long that lasts until the pod is moved."""
+
+
+class RefusedByHardware(Exception):
+    """A claim that can't be prepared where it is."""
+
+
+Count = Literal["asked", "ended", "served", "unserved", "held_back", "retried", "moved"]
 
 
 @dataclass
@@ -40,6 +48,8 @@ class Tally:
     served: int = 0
     unserved: int = 0
     held_back: int = 0
+    moved: int = 0
+    """Claims on a GPU that refuses to be cut, which ended unprepared, as if their pods were evicted."""
     prepare_ms: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     """Claims that were not prepared or unprepared in the end, and why."""
@@ -80,8 +90,14 @@ class Lives:
             self.tally.add("unserved")
             return
         claim = dra_v1_pb2.Claim(namespace="default", name=pod.name, uid=pod.claim()["metadata"]["uid"])
-        for _ in range(fate.prepares):
-            self.tally.prepare_ms.append(1000 * self._insist(lambda: self._kubelet.prepare(claim), f"prepare {claim}"))
+        try:
+            for _ in range(fate.prepares):
+                seconds = self._insist(lambda: self._kubelet.prepare(claim), f"prepare {claim}")
+                self.tally.prepare_ms.append(1000 * seconds)
+        except RefusedByHardware:
+            self._insist(lambda: self._kubelet.unprepare(claim), f"unprepare {claim}")
+            self.tally.add("moved")
+            return
         time.sleep(fate.lifetime_s)
         for _ in range(fate.unprepares):
             self._insist(lambda: self._kubelet.unprepare(claim), f"unprepare {claim}")
@@ -94,13 +110,16 @@ class Lives:
             return False
 
     def _insist(self, call: Callable[[], float], what: str) -> float:
-        """Seconds of the call that succeeded. Raises DeadlineError."""
-        end = time.monotonic() + ANSWERED_S
+        """Seconds of the call that succeeded. Raises DeadlineError, RefusedByHardware."""
+        began = time.monotonic()
+        end = began + ANSWERED_S
         while True:
             try:
                 return call()
             except (RuntimeError, grpc.RpcError) as error:
                 self.tally.add("retried")
+                if REFUSED in str(error) and time.monotonic() > began + MOVED_S:
+                    raise RefusedByHardware(what) from error
                 if time.monotonic() > end:
                     raise DeadlineError(f"{what}: not within {ANSWERED_S:g} s: {error}") from error
             time.sleep(RETRY_S)

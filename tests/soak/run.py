@@ -12,6 +12,7 @@ from random import Random
 
 from prometheus_client.core import Metric
 
+from kubelet_plugin.reconcile.trials import FIRST_PAUSE_SECONDS
 from tests.bench.kubelet import Kubelet
 from tests.harness.cluster import Cluster
 from tests.harness.progress import Part, Progress
@@ -24,6 +25,9 @@ from tests.support.allocations import Allocations
 from tests.support.metrics import families, port_in
 from tests.support.plugin import PluginFlags, PluginProcess, bare_node
 
+MOST_MOVED = 20
+"""Claims that may be on their way to a GPU when it begins to refuse, those that are its trials later included."""
+
 AT_ONCE = 96
 """Pods that may be there at one time; who comes when all are is counted as held back."""
 
@@ -35,12 +39,16 @@ NOTHING = Things(0, 0, 0, 0, 0)
 
 @dataclass(frozen=True)
 class Plan:
-    """``rate`` is claims a minute; ``kills`` is how often the plugin is killed, in the first half of the time."""
+    """``rate`` is claims a minute; ``kills`` is how often the plugin is killed, in the first half of the time.
+
+    ``failing_s`` is how long GPU 0 refuses to be cut, from a tenth of the time on.
+    """
 
     duration_s: float
     rate: float
     kills: int
     seed: int
+    failing_s: float = 0.0
 
     @property
     def warm_s(self) -> float:
@@ -74,7 +82,7 @@ class Report:
     def problems(self) -> list[str]:
         """Everything because of which the soak has failed, as sentences."""
         leaks = (f"{each.name}: {each.value:g}, allowed {each.allowed:g}" for each in self.findings if each.leaks)
-        return [*leaks, *self.tally.failures, *self.wrong]
+        return [*leaks, *self.tally.failures, *self.wrong, *_attracted(self.plan, self.tally)]
 
     @property
     def per_minute(self) -> float:
@@ -122,8 +130,12 @@ class _Run:
         """Claims come for as long as planned, and those that came are served."""
         what = f"{self._plan.rate:g} claims a minute, seed {self._plan.seed}"
         over = threading.Event()
-        with self._progress.part(what, self._plan.duration_s) as part, ThreadPoolExecutor(AT_ONCE + 2) as pool:
-            beside = [pool.submit(self._count, part, over), pool.submit(self._kill, Random(self._plan.seed + 1), over)]
+        with self._progress.part(what, self._plan.duration_s) as part, ThreadPoolExecutor(AT_ONCE + 3) as pool:
+            beside = [
+                pool.submit(self._count, part, over),
+                pool.submit(self._kill, Random(self._plan.seed + 1), over),
+                pool.submit(self._fail, over),
+            ]
             try:
                 self._arrive(pool)
             finally:
@@ -136,10 +148,12 @@ class _Run:
         """All have ended; wait until what they had is gone and offered again, and count what is not."""
 
         def is_over() -> bool:
-            return count_things(self._plugin) == NOTHING and self._plugin.everything_offered()
+            tainted = any("taints" in device for device in self._plugin.devices().values())
+            return count_things(self._plugin) == NOTHING and self._plugin.everything_offered() and not tainted
 
+        tried_s = self._plan.failing_s + FIRST_PAUSE_SECONDS  # the last pause is not longer than all before it
         try:
-            wait_for(is_over, DRAINED_S, "nothing is left", interval_s=0.5)
+            wait_for(is_over, DRAINED_S + tried_s, "nothing is left", interval_s=0.5)
         except DeadlineError:
             self.report.left = count_things(self._plugin)
 
@@ -177,6 +191,16 @@ class _Run:
                     self.scrape()
                 part.tick(f"{tally.served} served, {census.things.partitions} partitions, {census.rss_mib:.1f} MiB")
 
+    def _fail(self, over: threading.Event) -> None:
+        """Let GPU 0 refuse to be cut for a while."""
+        if not self._plan.failing_s or over.wait(self._plan.duration_s / 10):
+            return
+        self._plugin.fault("fail", "nvmlDeviceCreateGpuInstanceWithPlacement", "--code", "UNKNOWN", "--gpu", "0")
+        self._progress.say(f"GPU 0 refuses to be cut for {self._plan.failing_s:g} s")
+        over.wait(self._plan.failing_s)
+        self._plugin.fault("clear")
+        self._progress.say(f"GPU 0 can be cut again; {self._lives.tally.moved} claims were moved")
+
     def _kill(self, random: Random, over: threading.Event) -> None:
         """Kill and start the plugin at random moments of the first half: the last process must have time to leak."""
         moments = sorted(random.uniform(0.1, 0.5) * self._plan.duration_s for _ in range(self._plan.kills))
@@ -188,6 +212,12 @@ class _Run:
             self.report.killed += 1
             self._progress.say(f"killed the plugin at {moment:.0f} s")
             self._plugin.wait_published()
+
+
+def _attracted(plan: Plan, tally: Tally) -> list[str]:
+    """What is wrong if a GPU that refuses to be cut was given to more pods than were under way, and trials."""
+    most = MOST_MOVED if plan.failing_s else 0
+    return [] if tally.moved <= most else [f"{tally.moved} claims had to be moved, {most} at most were to be"]
 
 
 def _alive(tally: Tally, ended: int) -> int:
