@@ -13,12 +13,14 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from controller.cluster.cache import Snapshot
 from controller.cluster.fleet import Fleet
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.eviction.evictor import Outcome, Trigger
 from controller.report.slice_states import GpuUse, RequestedKinds, SliceState, capacity_of
-from driver.kube.types import Claim
+from driver.kube.types import Claim, GpuNodePlan
 from driver.model.offer import Offer, OfferKind
+from driver.model.plan import FailureCause
 
 SECONDS = (0.5, 1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
 """Upper bounds of the buckets of waiting times: seconds to a day."""
@@ -37,6 +39,7 @@ class CountedDecision(NamedTuple):
     offered: frozenset[Offer]
     requested: frozenset[OfferKind]
     pending: tuple[tuple[str, str], ...]
+    plans: Mapping[str, GpuNodePlan]
 
 
 class ControllerMetrics(Collector):
@@ -69,16 +72,16 @@ class ControllerMetrics(Collector):
             self._allocated.observe(max(0.0, self._now() - datetime.fromisoformat(created).timestamp()))
 
     def decision_made(
-        self, queue: Queue, fleet: Fleet, offered: Iterable[Offer], reasons: Mapping[str, str], changed: Iterable[str]
+        self, queue: Queue, fleet: Fleet, offered: Iterable[Offer], reasons: Mapping[str, str], snapshot: Snapshot
     ) -> None:
-        """Note a decision. ``reasons`` are by key of the claim, ``changed`` the nodes that changed since the last one.
+        """Note a decision. ``reasons`` are by key of the claim.
 
         Only notes: counting everything takes as long as a decision.
         """
-        self._requested.update(queue, fleet, changed, self._now())
+        self._requested.update(queue, fleet, snapshot.changed.names, self._now())
         classes = {device_class.metadata.name for device_class in queue.cluster.classes}
         pending = tuple((class_of(claim, classes), reasons.get(claim.key, WAITS)) for claim in queue.pending)
-        self._decided = CountedDecision(fleet, frozenset(offered), self._requested.kinds, pending)
+        self._decided = CountedDecision(fleet, frozenset(offered), self._requested.kinds, pending, snapshot.plans)
 
     def leadership_lost(self) -> None:
         self._decided = None
@@ -90,6 +93,9 @@ class ControllerMetrics(Collector):
         slices = GaugeMetricFamily("tessera_slices", "Memory slices of GPUs by state.", labels=["product", "state"])
         gpus = GaugeMetricFamily("tessera_gpus_by_use", "GPUs by use.", labels=["product", "use"])
         pending = GaugeMetricFamily("tessera_pending_claims", "Pending claims.", labels=["class", "reason"])
+        unprepared = GaugeMetricFamily(
+            "tessera_unprepared_claims", "Allocated claims that their node can not prepare.", labels=["cause"]
+        )
         decided = self._decided
         if decided is not None:
             capacity = capacity_of(decided.fleet, decided.offered, decided.requested)
@@ -100,7 +106,11 @@ class ControllerMetrics(Collector):
                     gpus.add_metric([product, use.value], capacity.gpus.get((product, use), 0))
             for labels, count in Count(decided.pending).items():
                 pending.add_metric(labels, count)
-        yield from (slices, gpus, pending)
+            reported = (plan.status.unprepared for plan in decided.plans.values())
+            causes = Count(claim.cause for claims in reported for claim in claims)
+            for cause in FailureCause:
+                unprepared.add_metric([cause.value], causes[cause])
+        yield from (slices, gpus, pending, unprepared)
 
 
 def class_of(pending: PendingClaim, classes: Collection[str]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from controller.report.map_model import Holder, MapGpu, MapNode, MapSpan, NodeState
-from controller.report.map_summary import UNUSABLE, ProductSummary, class_of, classes_of, summarize
+from controller.report.map_summary import UNUSABLE, ProductSummary, class_of, classes_of, holders_of, summarize
 from controller.report.slice_states import SliceState
 from tessera.tables_and_drawings import Span, columns, counted, draw_slices, printable
 
@@ -91,6 +91,9 @@ def notes_of(gpu: MapGpu) -> Iterator[str]:
         yield f"cordon requested: {gpu.cordon}"
     for device, other in gpu.overlaps:
         yield f"{device} and {other} are both held, but overlap"
+    for holder in dict.fromkeys(holders_of(gpu)):
+        if holder.not_prepared is not None:
+            yield f"claim {holder}: {holder.not_prepared}"
 
 
 def links(gpus: Iterable[MapGpu]) -> Iterator[str]:

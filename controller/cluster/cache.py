@@ -293,7 +293,9 @@ def _kept_pod(found: Pod) -> Pod | None:
         and found.spec.scheduling_group is None
     ):
         return None
-    return Pod(_metadata(found.metadata), found.spec, found.status)
+    controllers = tuple(owner for owner in found.metadata.owner_references if owner.controller)
+    metadata = msgspec.structs.replace(_metadata(found.metadata), owner_references=controllers)
+    return Pod(metadata, found.spec, found.status)
 
 
 def _kept_node(found: Node) -> Node:

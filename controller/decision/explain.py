@@ -86,7 +86,7 @@ class ExplainStage:
         reasons = self._events.claims(self.finder.find(situation), seen.queue)
         if self._metrics is not None:
             codes = {key: reason.code.value for key, reason in reasons.items()}
-            self._metrics.decision_made(seen.queue, seen.fleet, offers.wanted, codes, seen.snapshot.changed.names)
+            self._metrics.decision_made(seen.queue, seen.fleet, offers.wanted, codes, seen.snapshot)
         if seen.queued is not None:
             self._events.workloads(self._workload_reasons.of(seen.queued, seen.unreported))
         return decided_view(seen.snapshot, copy.copy(seen.devices), seen.queue, reasons)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 OWNER_SECONDS, MOST_OF_OWNER = 3600.0, 2
 """Most pods of one owner that are evicted within this time; more evictions would only repeat what did not help."""
 
+ADMIN_ACCESS = "it has adminAccess"
+"""Why the pods of such a claim are not evicted."""
+
 POD = msgspec.json.Decoder(Pod)
 
 
@@ -160,11 +163,9 @@ class Evictor:
 
     def protection(self, pod: Pod) -> str | None:
         """Why ``pod`` must not be evicted, or None. Raises ApiError: what can not be read protects, too."""
-        owner = owner_of(pod)
-        if owner is None:
-            return "it has no controller that would replace it, so it must be deleted"
-        if owner.kind in ("DaemonSet", "Node"):
-            return f"a pod of a {'DaemonSet' if owner.kind == 'DaemonSet' else 'static manifest'} would come back here"
+        owner, protected = owner_of(pod), own_protection(pod)
+        if owner is None or protected is not None:
+            return protected
         if (limit := self.owner_limit(owner)) is not None:
             return limit
         namespace = pod.metadata.namespace
@@ -210,6 +211,16 @@ class Evictor:
         """Record a warning on each of ``about``."""
         for reference in about:
             self._recorder.event(reference, reason, message, "Warning")
+
+
+def own_protection(pod: Pod) -> str | None:
+    """Why a pod of this kind is never evicted, or None."""
+    owner = owner_of(pod)
+    if owner is None:
+        return "it has no controller that would replace it, so it must be deleted"
+    if owner.kind in ("DaemonSet", "Node"):
+        return f"a pod of a {'DaemonSet' if owner.kind == 'DaemonSet' else 'static manifest'} would come back here"
+    return None
 
 
 def owner_of(pod: Pod) -> OwnerReference | None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
 
 from controller.cluster.claim_index import ClaimIndex
-from controller.eviction.evictor import Evictor, Outcome, Trigger, pod_reference
+from controller.eviction.evictor import ADMIN_ACCESS, Evictor, Outcome, Trigger, pod_reference
 from driver.config.shared_flags import SUBDOMAIN
 from driver.errors import CONFLICT, NOT_FOUND, ApiError
 from driver.kube.client import KubeClient
@@ -48,6 +48,19 @@ class FailedStart(NamedTuple):
     unprepared: UnpreparedClaim
 
 
+def starts_to_move(plans: Mapping[str, GpuNodePlan]) -> Iterator[FailedStart]:
+    """What nodes report of claims whose pods could start on another GPU or node."""
+    for node, plan in plans.items():
+        for unprepared in plan.status.unprepared:
+            if unprepared.cause is not FailureCause.OTHER:
+                yield FailedStart(node, unprepared)
+
+
+def is_widespread(nodes: int, of: int) -> bool:
+    """Whether so many nodes ask for evictions that nobody is evicted."""
+    return nodes > max(1.0, STOP_SHARE * of)
+
+
 class FailedStarts:
     """For one thread. ``after_seconds``: how long a claim must have failed; 0: nobody is evicted."""
 
@@ -72,17 +85,12 @@ class FailedStarts:
         if not self._after_seconds:
             return
         now = self._clock()
-        failed = {
-            (node, unprepared.uid): FailedStart(node, unprepared)
-            for node, plan in plans.items()
-            for unprepared in plan.status.unprepared
-            if unprepared.cause is not FailureCause.OTHER
-        }
+        failed = {(start.node, start.unprepared.uid): start for start in starts_to_move(plans)}
         self._due = {key: self._due.get(key, now + self._after_seconds) for key in failed}
         self._asked_at |= {start.node: now for start in failed.values()}
         self._asked_at = {node: at for node, at in self._asked_at.items() if at > now - STOP_SECONDS and node in plans}
         due = sorted((at, key) for key, at in self._due.items() if at <= now)
-        is_stopped = len(self._asked_at) > max(1.0, STOP_SHARE * len(plans))
+        is_stopped = is_widespread(len(self._asked_at), len(plans))
         for _, key in due:
             self._due[key] = self._clock() + RETRY_SECONDS
             if is_stopped:
@@ -109,7 +117,7 @@ class FailedStarts:
         if not (SUBDOMAIN.fullmatch(namespace) and SUBDOMAIN.fullmatch(name)):
             return  # no claim has such a name; it could lead elsewhere
         claim = read_claim(self._client, namespace, name)
-        devices = [result for result in claim.results if (result.driver, result.pool) == (self._driver, pool)]
+        devices = claim.results_in(self._driver, pool)
         if claim.metadata.uid != unprepared.uid or not devices or _is_prepared(claim, self._driver, pool):
             return
         pods = [pod for pod in self._evictor.consumers(claim) if not pod.metadata.deletion_timestamp]
@@ -119,7 +127,7 @@ class FailedStarts:
             return
         what = ", ".join(result.device for result in devices)
         cause = f"node {start.node} can't prepare {what} for claim {unprepared.claim}: {unprepared.message}"
-        protected = "it has adminAccess" if any(result.admin_access for result in devices) else None
+        protected = ADMIN_ACCESS if any(result.admin_access for result in devices) else None
         for pod in pods:
             protected = protected or self._evictor.protection(pod)
         if protected is not None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import msgspec
 
 from controller.demand.node_eligibility import Excluded
 from controller.demand.pending_claims import PendingClaim
+from controller.eviction.failed_starts import FailedStart
 from controller.explain.changes import HelpfulChange, admitting, changes_that_help
 from controller.explain.events import ALLOCATED, NO_POD, NOT_USED
 from controller.explain.reason import OF_THE_POD, ClaimReason
@@ -17,10 +19,14 @@ from controller.explain.sources.availability import Availability, SelectedGpu, h
 from controller.explain.sources.scheduler_reports import report_of
 from controller.explain.sources.unplaced_pods import AllocatedPods
 from controller.report.cluster_view import ClusterView
+from controller.report.unprepared_claims import next_step, sentence
 from driver.kube.types import Claim, Key, Pod
 
 NOT_PREPARED = "NotPrepared"
 """Allocated, but its node has not prepared it yet."""
+
+MAX_OUTCOMES = 20
+"""Unprepared claims of which the controller's Event is looked up."""
 
 TERMINATING = "Terminating"
 OTHER_DRIVERS = "OtherDrivers"
@@ -49,8 +55,9 @@ class RequestCount(msgspec.Struct, frozen=True, rename="camel"):
 class Explanation:
     """Why ``claim`` (``namespace/name``) is pending. ``pods`` are its pending pods, bound ones only if it is allocated.
 
-    ``claim`` is empty if the reason is one of the pod itself. ``code`` is a ReasonCode, or ALLOCATED, NOT_USED (no
-    pending pod uses the claim), TERMINATING or OTHER_DRIVERS. ``permanent``: the reason does not pass when other claims
+    ``claim`` is empty if the reason is one of the pod itself. ``code`` is a ReasonCode, or ALLOCATED, NOT_PREPARED,
+    NOT_USED (no pending pod uses the claim), TERMINATING or OTHER_DRIVERS. ``start`` is what the node of an allocated
+    claim reports that can not prepare it. ``permanent``: the reason does not pass when other claims
     end. ``holders`` are the claims that hold devices which it could have; ``reports`` what the scheduler says of each
     pod. ``is_detailed``: requests, holders and changes were looked for.
     """
@@ -65,6 +72,7 @@ class Explanation:
     changes: tuple[HelpfulChange, ...] = ()
     reports: tuple[tuple[str, str], ...] = ()
     is_detailed: bool = True
+    start: FailedStart | None = None
 
     @property
     def is_pending(self) -> bool:
@@ -79,6 +87,15 @@ class Explainer:
         self._queue = view.queue
         self._reasoning = view.reasoning
 
+    @cached_property
+    def _users(self) -> Mapping[Key, list[Pod]]:
+        """The pending pods of each claim."""
+        users = defaultdict[Key, list[Pod]](list)
+        for pod in self._view.snapshot.cluster.pods:
+            for key in pod.claims:
+                users[key].append(pod)
+        return users
+
     def pending(self, in_detail: Callable[[], bool] = lambda: True) -> Iterator[Explanation]:
         """All pending claims, and pods that lack a claim.
 
@@ -90,6 +107,12 @@ class Explainer:
             else:
                 yield replace(self._brief(pending, self._view.reasons.get(pending.key)), is_detailed=False)
         yield from map(self._of_reason, self._reasons_without_claim())
+
+    def unprepared(self, *, in_detail: bool = True) -> Iterator[Explanation]:
+        """The allocated claims that their nodes can not prepare; ``in_detail``: look up what the controller did."""
+        for place, key in enumerate(self._view.failed_starts):
+            if (claim := self._view.snapshot.cluster.claims.find(key)) is not None:
+                yield self._allocated(claim, in_detail=in_detail and place < MAX_OUTCOMES)
 
     def of_pod(self, pod: Pod) -> list[Explanation]:
         def has_pod(pending: PendingClaim) -> bool:
@@ -185,16 +208,25 @@ class Explainer:
             name = availability.request.name
             yield RequestCount(name, classes.get(name, ""), availability.needs, tuple(_products(availability)))
 
-    def _allocated(self, claim: Claim) -> Explanation:
+    def _allocated(self, claim: Claim, *, in_detail: bool = True) -> Explanation:
         allocation = claim.status.allocation
         results = allocation.devices.results if allocation is not None else ()
         devices = ", ".join(f"{result.device} of pool {result.pool}" for result in results)
         key = claim.metadata.key
-        users = [pod for pod in self._view.snapshot.cluster.pods if key in pod.claims]
+        users = self._users.get(key, [])
         starting = tuple(pod for pod in users if pod.spec.node_name)
         others = [str(pod.metadata.key) for pod in users if not pod.spec.node_name]
         more = f"; not placed: pod {listed(others)} (tessera why pod/{others[0]})" if others else ""
-        return Explanation(str(key), starting, ALLOCATED, f"it is allocated: {devices}{more}")
+        message = f"it is allocated: {devices}{more}"
+        start = self._view.failed_starts.get(key)
+        if start is None:
+            return Explanation(str(key), starting, ALLOCATED, message)
+        outcome = self._view.reads.eviction_outcome(start) if in_detail and self._view.reads is not None else None
+        if outcome is not None:
+            message = f"{message}; since {start.unprepared.since}: {outcome}"
+        else:
+            message = f"{message}; {sentence(start)}; {next_step(start, claim, starting, self._view.snapshot)}"
+        return Explanation(str(key), starting, NOT_PREPARED, message, start=start)
 
 
 def _products(available: Availability) -> Iterator[ProductCount]:

@@ -24,19 +24,22 @@ from controller.curation.disjoint_planner import DisjointPlanner
 from controller.curation.reservation import overdue_reservation
 from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import Queue
+from controller.eviction.failed_starts import REASON as FAILED_START
+from controller.eviction.failed_starts import FailedStart
 from controller.explain.events import WrittenEvent
 from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ClaimReason
 from controller.explain.situation import DisjointPlan, Lookups, Situation
 from controller.explain.sources.lacking_devices import Reasoning
 from controller.fence.configmap import read_fenced
+from controller.report.unprepared_claims import failed_starts
 from driver.clock import Clock
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError
 from driver.kube.client import KubeClient
 from driver.kube.controller_heartbeat import LastHeartbeat, last_heartbeat
 from driver.kube.reads import RESOURCE_GROUP, DevicesByNode, read_all
 from driver.kube.slice_types import ResourceSlice
-from driver.kube.types import Key, Pod
+from driver.kube.types import Key, Metadata, Pod
 from driver.kube.watch_cache import MALFORMED
 from driver.model.plan import OfferMode
 from driver.placement.ranking import Ranking
@@ -104,6 +107,11 @@ class ClusterView:
             lookups=reads or Lookups(),
         )
 
+    @cached_property
+    def failed_starts(self) -> Mapping[Key, FailedStart]:
+        """The allocated claims that their nodes can not prepare."""
+        return failed_starts(self.snapshot, self.driver)
+
     def _plan(self) -> DisjointPlan | None:
         """What the leader plans for pending claims with disjoint offers: by the same planner."""
         modes = {plan.spec.offer_mode for plan in self.snapshot.plans.values()}
@@ -158,13 +166,24 @@ class ClusterReads(Lookups):
 
     def creation_failure(self, pod: Pod) -> str | None:
         """Why kube-controller-manager could not create a claim of ``pod`` last; None, too, if it could."""
-        selector = {"fieldSelector": f"involvedObject.uid={pod.metadata.uid},reason=FailedResourceClaimCreation"}
-        path = f"/api/v1/namespaces/{pod.metadata.namespace}/events"
+        event = self._last_event(pod.metadata, "FailedResourceClaimCreation")
+        return None if event is None else event.message
+
+    def eviction_outcome(self, start: FailedStart) -> str | None:
+        """What the controller reported last of evicting the pods of a claim; None: nothing since it fails."""
+        namespace, _, name = start.unprepared.claim.partition("/")
+        event = self._last_event(Metadata(name=name, namespace=namespace, uid=start.unprepared.uid), FAILED_START)
+        is_old = event is None or (event.last_timestamp or "") < start.unprepared.since
+        return None if event is None or is_old else event.message
+
+    def _last_event(self, about: Metadata, reason: str) -> WrittenEvent | None:
+        selector = {"fieldSelector": f"involvedObject.uid={about.uid},reason={reason}"}
+        path = f"/api/v1/namespaces/{about.namespace}/events"
         try:
             events = list(read_all(self._client, path, WrittenEvent, selector))
         except (ApiError, msgspec.MsgspecError):
             return None
-        return max(events, key=lambda event: event.last_timestamp or "").message if events else None
+        return max(events, key=lambda event: event.last_timestamp or "", default=None)
 
     def devices_of(self, driver: str) -> DevicesByNode | None:
         devices: dict[str, set[tuple[str, str]]] = {}

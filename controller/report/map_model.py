@@ -7,7 +7,6 @@ from enum import StrEnum
 
 import msgspec
 
-from controller.cluster.claim_index import ClaimIndex
 from controller.cluster.fleet import FleetGpu
 from controller.cluster.node_views import UNREACHABLE_TAINTS, NodeView
 from controller.report.cluster_view import ClusterView
@@ -19,6 +18,7 @@ from controller.report.slice_states import (
     slice_masks,
     slices_by_state,
 )
+from controller.report.unprepared_claims import sentence
 from driver.kube.types import Claim, GpuNodePlan, Key, Node
 from driver.model.device import SLICE_VALUE, Device
 from driver.model.offer import DeviceKind, Offer, OfferKind
@@ -31,11 +31,15 @@ class Value(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Holder(Value, frozen=True):
-    """A claim, and the class of its request; None if the claim is gone or names no class."""
+    """A claim, and the class of its request; None if the claim is gone or names no class.
+
+    ``not_prepared``: that its node can not prepare it, since when, and why; None: its node does not report that.
+    """
 
     namespace: str
     claim: str
     device_class: str | None = None
+    not_prepared: str | None = None
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.claim}"
@@ -142,7 +146,7 @@ def cluster_map(view: ClusterView) -> Iterator[MapNode]:
     for node in snapshot.views:
         plan = snapshot.plans.get(node.name)
         cordons = plan.spec.cordons if plan is not None else {}
-        holders = _holders(snapshot.cluster.claims, node.pool)
+        holders = _holders(view, node.pool)
         entries = view.fleet.nodes.get(node.name, ())
         gpus = tuple(
             _gpu(entry, offers.get(entry.gpu.uuid, ()), kinds, holders, cordons.get(entry.gpu.uuid), largest)
@@ -169,16 +173,18 @@ def _states(view: NodeView, node: Node | None, plan: GpuNodePlan | None, *, is_i
     return (state for state, holds in states.items() if holds)
 
 
-def _holders(claims: ClaimIndex, pool: str) -> dict[str, tuple[Holder, ...]]:
+def _holders(view: ClusterView, pool: str) -> dict[str, tuple[Holder, ...]]:
     """The claims by held device of a pool; several have one device only by a defect."""
-    held = claims.holders(pool)
-    return {device: tuple(_holder(claims, pool, holding) for holding in holdings) for device, holdings in held.items()}
+    held = view.snapshot.cluster.claims.holders(pool)
+    return {device: tuple(_holder(view, pool, holding) for holding in holdings) for device, holdings in held.items()}
 
 
-def _holder(claims: ClaimIndex, pool: str, held: Held) -> Holder:
+def _holder(view: ClusterView, pool: str, held: Held) -> Holder:
     namespace, _, name = held.claim.partition("/")
-    claim = claims.find(Key(namespace, name))
-    return Holder(namespace, name, None if claim is None else _class(claim, pool, held.device))
+    key = Key(namespace, name)
+    claim, start = view.snapshot.cluster.claims.find(key), view.failed_starts.get(key)
+    device_class = None if claim is None else _class(claim, pool, held.device)
+    return Holder(namespace, name, device_class, None if start is None else sentence(start))
 
 
 def _class(claim: Claim, pool: str, device: str) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 import msgspec
 
@@ -56,7 +56,7 @@ class PageNode(MapNode, frozen=True):
 
 
 class PagePending(Value, frozen=True):
-    """A pending claim, or a pod without the claim that it names (``claim`` is None).
+    """A claim that is pending or that its node can not prepare, or a pod without its claim (``claim`` is None).
 
     ``is_explained``: holders and changes were looked for; otherwise only the reason is known.
     """
@@ -117,7 +117,9 @@ def content_of(view: ClusterView, in_detail: Callable[[], bool]) -> PageContent:
         summary.add(node)
         encoded = encode(_node(node, view.fleet.nodes.get(node.name, ())))
         nodes[node.name] = zlib.compress(encoded, zlib.Z_BEST_SPEED)
-    pending = list(map(_explained, islice(Explainer(view).pending(in_detail), MAX_PENDING)))
+    explainer = Explainer(view)
+    explanations = chain(explainer.unprepared(in_detail=False), explainer.pending(in_detail))
+    pending = list(map(_explained, islice(explanations, MAX_PENDING)))
     pending.sort(key=lambda each: (each.created or "", each.claim or ""))
     parts = {
         "driver": view.driver,
@@ -125,7 +127,7 @@ def content_of(view: ClusterView, in_detail: Callable[[], bool]) -> PageContent:
         "products": summary.products,
         "classes": summary.classes,
         "pending": pending,
-        "pendingCount": max(len(pending), len(view.queue.pending)),
+        "pendingCount": max(len(pending), len(view.queue.pending) + len(view.failed_starts)),
     }
     return PageContent(nodes, {name: encode(part) for name, part in parts.items()})
 

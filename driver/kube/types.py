@@ -327,6 +327,10 @@ class Claim(Struct, frozen=True):
         """The allocated devices, of all drivers."""
         return self.status.allocation.devices.results if self.status.allocation is not None else ()
 
+    def results_in(self, driver: str, pool: str) -> list[Result]:
+        """The allocated devices of one pool."""
+        return [result for result in self.results if (result.driver, result.pool) == (driver, pool)]
+
     @property
     def class_names(self) -> tuple[str, ...]:
         """The names of the classes of all requests and alternatives, in order."""

@@ -66,6 +66,7 @@ CHECKS: Mapping[str, StatusCheck] = {
         (Listing.PENDING,),
         (Listing.EVENTS,),
     ),
+    "starts": StatusCheck(pending_claims.starts, (Listing.PENDING, Listing.PLANS)),
     "health": StatusCheck(nodes.health, (Listing.SLICES,), (Listing.PLANS,)),
     "offers": StatusCheck(nodes.offers, (Listing.PLANS, Listing.SLICES)),
     "mode": StatusCheck(nodes.mode, (Listing.PLANS, Listing.SLICES), (Listing.LEASES,)),

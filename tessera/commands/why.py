@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -95,8 +96,8 @@ def why(
         _print(reported, [() for _ in reported], output, client.clock, is_brief=True)
     explainer, where = Explainer(view), None if all_namespaces else namespace or "default"
     if name is None:
-        pending = explainer.pending()
-        explanations = [explanation for explanation in pending if where in {None, _namespace(explanation)}]
+        waiting = chain(explainer.pending(), explainer.unprepared())
+        explanations = [explanation for explanation in waiting if where in {None, _namespace(explanation)}]
     else:
         explanations = _named(client, explainer, name, namespace or "default")
     explanations = [_with_preparation(client, driver_name, explanation) for explanation in explanations]

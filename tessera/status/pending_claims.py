@@ -1,13 +1,16 @@
-"""The check of ``tessera status`` about pending claims (pure)."""
+"""The checks of ``tessera status`` about claims that are pending, and claims that can not be prepared (pure)."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from controller.eviction.failed_starts import is_widespread, starts_to_move
 from controller.explain.events import UNREADABLE
 from controller.explain.reason import ReasonCode
+from controller.explain.sources.availability import listed
 from controller.report.claim_explainer import OTHER_DRIVERS, Explanation
+from driver.model.plan import FailureCause
 from tessera.status.snapshot import CheckOutput, Problem, StatusSnapshot
 from tessera.tables_and_drawings import counted
 
@@ -72,6 +75,35 @@ def pending(snapshot: StatusSnapshot) -> CheckOutput:
     if (more := len(lasting) - MAX_FINDINGS) > 0:
         yield Problem(f"{more} more", "of the same kind", "tessera why -A")
     yield from _unreadable(snapshot)
+
+
+ADVICE_BY_CAUSE: Mapping[FailureCause, str] = {
+    FailureCause.GPU: "if new pods get this GPU, too: tessera cordon {node}/gpu-N, and docs/health.md",
+    FailureCause.NODE: "mend what the message names on node {node}; until then kubectl cordon {node}",
+    FailureCause.OTHER: "correct what the message names; the kubelet tries again about once a minute",
+}
+
+
+def starts(snapshot: StatusSnapshot) -> CheckOutput:
+    """Claims that are allocated and that their nodes can not prepare."""
+    failed = [(claim, claim.start) for claim in snapshot.unprepared if claim.start is not None]
+    causes = Counter(str(start.unprepared.cause) for _, start in failed)
+    counts = ", ".join(f"{count} {cause}" for cause, count in sorted(causes.items()))
+    yield f"{counted(len(failed), 'claim')} can't be prepared (cause: {counts})" if failed else "no failed preparation"
+    for explanation, start in failed[:MAX_FINDINGS]:
+        namespace, _, name = explanation.claim.partition("/")
+        advice = ADVICE_BY_CAUSE[start.unprepared.cause].format(node=start.node)
+        yield Problem(
+            _about(explanation), explanation.message, f"{advice}; details: tessera why claim/{name} -n {namespace}"
+        )
+    if (more := len(failed) - MAX_FINDINGS) > 0:
+        yield Problem(f"{more} more", "can't be prepared", "tessera why -A")
+    plans = snapshot.plans or {}
+    nodes = {start.node for start in starts_to_move(plans)}
+    if is_widespread(len(nodes), len(plans)):
+        message = f"can't prepare claims ({listed(sorted(nodes))}): no pod is evicted, as the cause may be everywhere"
+        remedy = "compare what they answer: tessera why -A; if node plugins were upgraded, roll back (docs/failures.md)"
+        yield Problem(f"{len(nodes)} of {len(plans)} nodes", message, remedy)
 
 
 def _counts(claims: Iterable[Explanation]) -> str:

@@ -95,7 +95,8 @@ class StatusSnapshot:
     version        that of the API server
     slices         of the driver; ``others`` are NVIDIA's
     claims         with a device of the driver
-    pending        all pending claims, with the reason that this command finds
+    pending        all pending claims, with the reason that this command finds; ``unprepared`` those that are allocated
+                   and that their nodes can not prepare
     events         of the controller, about any object; ``node_events`` of node plugins, about their nodes
     plans          None if the CustomResourceDefinition is not installed
     daemon_set     None if there is none, or if it can't be read
@@ -113,6 +114,7 @@ class StatusSnapshot:
     plans: Mapping[str, GpuNodePlan] | None = None
     claims: Sequence[Claim] = ()
     pending: Sequence[Explanation] = ()
+    unprepared: Sequence[Explanation] = ()
     events: Sequence[WrittenEvent] = ()
     node_events: Sequence[WrittenEvent] = ()
     classes: Sequence[DeviceClass] = ()
@@ -200,6 +202,7 @@ class SnapshotReader:
         claims = self._read(Listing.CLAIMS, f"{RESOURCE_GROUP}/resourceclaims", Claim)
         plans, own_leases = self._plans(), self._read(Listing.LEASES, leases(self._namespace), Object)
         version = self._client.get_object("/version")
+        pending, unprepared = self._explained() if plans is not None else ([], [])
         snapshot = StatusSnapshot(
             self._driver,
             self._namespace,
@@ -210,7 +213,8 @@ class SnapshotReader:
             others=self._read(Listing.SLICES, SLICES, ResourceSlice, "spec.driver=gpu.nvidia.com"),
             plans=plans,
             claims=[claim for claim in claims if any(result.driver == self._driver for result in claim.results)],
-            pending=() if plans is None else self._pending(),
+            pending=pending,
+            unprepared=unprepared,
             events=self._read(Listing.EVENTS, "/api/v1/events", WrittenEvent, EVENTS_OF_CONTROLLER),
             node_events=self._read(Listing.EVENTS, "/api/v1/events", WrittenEvent, EVENTS_OF_NODES),
             classes=self._read(Listing.CLASSES, f"{RESOURCE_GROUP}/deviceclasses", DeviceClass),
@@ -265,10 +269,12 @@ class SnapshotReader:
             return list(read_all(self._client, path, kind, {"fieldSelector": selector} if selector else {}))
         return []
 
-    def _pending(self) -> list[Explanation]:
+    def _explained(self) -> tuple[list[Explanation], list[Explanation]]:
+        """The claims that are pending, and those that can't be prepared."""
         with self._recorded(Listing.PENDING):
-            return list(Explainer(read_cluster(self._client, self._driver)).pending())
-        return []
+            explainer = Explainer(read_cluster(self._client, self._driver))
+            return [*explainer.pending()], [*explainer.unprepared()]
+        return [], []
 
     def _plans(self) -> Mapping[str, GpuNodePlan] | None:
         with self._recorded(Listing.PLANS):

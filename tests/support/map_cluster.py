@@ -72,6 +72,12 @@ class MapCluster:
         self.held.setdefault(node, {}).update(dict.fromkeys(devices, shares))
         return self
 
+    def fails(self, claim: str, node: str, cause: str = "GPU", message: str = "NVML: 999") -> Self:
+        """``node`` reports since midnight that it can not prepare ``claim``."""
+        failed = {"claim": claim, "uid": claim, "since": "2026-11-26T00:00:00Z", "cause": cause, "message": message}
+        self.plans[node].setdefault("status", {}).setdefault("unprepared", []).append(failed)
+        return self
+
     def offers(self, node: str, *devices: str) -> Self:
         self.offered.setdefault(node, []).extend(devices)
         return self

@@ -96,6 +96,10 @@ function notes(gpu) {
   if (gpu.fault !== null) texts.push(gpu.fault);
   else if (gpu.cordon !== null) texts.push(`cordon requested: ${gpu.cordon}`);
   texts.push(...gpu.overlaps.map(([one, other]) => `${one} and ${other} are both held, but overlap`));
+  const holders = new Map(gpu.spans.filter((span) => span.holder).map((span) => [holderName(span.holder), span.holder]));
+  for (const [name, holder] of holders) {
+    if (holder.notPrepared !== null) texts.push(`claim ${name}: ${holder.notPrepared}`);
+  }
   return texts.map((text) => note(`gpu-${gpu.number}: ${text}`));
 }
 

@@ -7,8 +7,11 @@ from datetime import UTC, datetime
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from controller.cluster.cache import Snapshot
+from controller.cluster.node_views import NodeChanges
 from controller.metrics import ControllerMetrics
-from driver.kube.types import Claim
+from driver.kube.types import Claim, GpuNodePlan, PlanMetadata
+from driver.model.plan import FailureCause, PlanStatus, UnpreparedClaim
 from tests.support.gpus import H100
 from tests.support.queues import DRIVER, Situation, fleet_gpu, profile, request
 
@@ -25,7 +28,7 @@ def test_pending_claims_are_counted_by_class_and_reason_and_an_invented_class_ma
     situation.wants(request(selector=profile("1g.10gb")), name="one").wants(request(), name="two")
     situation.wants(request(device_class="invented-by-a-tenant"), name="three")
     queue = situation.queue
-    metrics.decision_made(queue, queue.feasibility.fleet, (), {"default/one": "Fragmented"}, ["n"])
+    metrics.decision_made(queue, queue.feasibility.fleet, (), {"default/one": "Fragmented"}, reported({}))
     found = {
         (sample.labels["class"], sample.labels["reason"]): sample.value
         for family in registry.collect()
@@ -37,6 +40,23 @@ def test_pending_claims_are_counted_by_class_and_reason_and_an_invented_class_ma
     assert registry.get_sample_value("tessera_gpus_by_use", {"product": H100, "use": "held"}) == 1
     metrics.leadership_lost()
     assert registry.get_sample_value("tessera_slices", {"product": H100, "state": "held"}) is None
+
+
+def reported(plans: dict[str, GpuNodePlan]) -> Snapshot:
+    """What a decision was made from, as far as it is counted."""
+    changed = NodeChanges(frozenset(["n"]), {}, (), membership=False)
+    return Snapshot(Situation([]).queue.cluster, plans, (), {}, changed)
+
+
+def test_claims_that_nodes_can_not_prepare_are_counted_by_cause() -> None:
+    registry = CollectorRegistry()
+    metrics, queue = measured(registry), Situation([fleet_gpu("n", 0)]).queue
+    causes = (FailureCause.GPU, FailureCause.GPU, FailureCause.NODE)
+    failed = tuple(UnpreparedClaim("team/c", str(n), "2026-01-01T12:00:00Z", cause) for n, cause in enumerate(causes))
+    plan = GpuNodePlan(PlanMetadata("n"), status=PlanStatus(unprepared=failed))
+    metrics.decision_made(queue, queue.feasibility.fleet, (), {}, reported({"n": plan}))
+    counts = [registry.get_sample_value("tessera_unprepared_claims", {"cause": cause}) for cause in FailureCause]
+    assert counts == [2, 1, 0]
 
 
 def claim(*, allocated: bool) -> Claim:

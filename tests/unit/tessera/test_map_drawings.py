@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from xml.etree import ElementTree
 
 import click
@@ -159,3 +160,12 @@ def test_the_image_has_a_field_for_every_device_and_slice() -> None:
     assert looks[1:5] == ["free"] * 4
     assert looks.count("unavailable") == 2  # with the legend
     assert texts(map_as_svg(cluster.map())).count("foreign") == 1
+
+
+def test_a_claim_that_its_node_can_not_prepare_is_named_below_its_gpu_once() -> None:
+    cluster = MapCluster().gpu("n", 0).fails("team/a", "n")
+    cluster.holds("team/a", "n", "gpu-0-mig-1g10gb-0", "gpu-0-mig-1g10gb-1").holds("team/b", "n", "gpu-0-mig-1g10gb-2")
+    nodes = cluster.map()
+    said = "claim team/a: node n can't prepare it since 2026-11-26T00:00:00Z, because of its GPU: NVML: 999"
+    assert draw_map(nodes, 100).count(said) == 1
+    assert map_as_svg(nodes).count(escape(said)) == 1

@@ -143,3 +143,50 @@ def test_no_repair_is_proposed_for_a_gpu_of_another_driver() -> None:
         "gpu-0 of n were left to Tessera by the other driver of the node (docs/soundness.md)"
     ]
     assert "fault" not in {change.kind for change in only.changes}
+
+
+def unprepared(cause: str = "GPU", owner: str | None = "ReplicaSet", nodes: int = 1) -> MapCluster:
+    """A placed pod with a claim that its node can not prepare; ``nodes`` report such claims."""
+    found = MapCluster()
+    for number in range(nodes):
+        name = f"n{number}"
+        found.gpu(name, 0).holds(f"team/{name}", name, "gpu-0").fails(f"team/{name}", name, cause)
+        controller = {"apiVersion": "v1", "kind": owner, "name": "o", "uid": "o", "controller": True}
+        metadata = {"namespace": "team", "ownerReferences": [controller] if owner is not None else []}
+        found.situation.pod(f"pod-{number}", name, metadata=metadata, nodeName=name)
+    return found
+
+
+EVICTED = "its pod is evicted after two minutes"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "cause", "then"),
+    [
+        (unprepared(), ", because of its GPU", EVICTED),
+        (unprepared("Node"), ", because of the node itself", EVICTED),
+        (unprepared("Other"), "", "the kubelet tries it again; no pod is evicted"),
+        (unprepared(owner=None), ", because of its GPU", "its pod is not evicted: it has no controller"),
+        (unprepared(owner="DaemonSet"), ", because of its GPU", "its pod is not evicted: a pod of a DaemonSet"),
+        (unprepared(nodes=2), ", because of its GPU", "no pod is evicted for it, since 2 of 2 nodes"),
+    ],
+)
+def test_a_placed_pod_is_told_that_its_node_can_not_prepare_its_claim_and_what_happens(
+    cluster: MapCluster, cause: str, then: str
+) -> None:
+    [of_pod] = explained(cluster, "pod-0")
+    assert (of_pod.claim, of_pod.code, of_pod.is_pending) == ("team/n0", "NotPrepared", True)
+    said = f"; node n0 can't prepare it since 2026-11-26T00:00:00Z{cause}: NVML: 999; {then}"
+    assert said in of_pod.message
+    assert of_pod in Explainer(cluster.view()).unprepared()
+
+
+@pytest.mark.parametrize("wrong", [{"uid": "another"}, {"claim": "team/gone"}, {"claim": "no-namespace"}])
+def test_what_a_node_reports_of_other_claims_is_not_believed(wrong: dict[str, str]) -> None:
+    """Of a claim that is gone, of one that was created again, and of one that another node has."""
+    cluster = unprepared()
+    cluster.plans["n0"]["status"]["unprepared"][0].update(wrong)
+    assert list(Explainer(cluster.view()).unprepared()) == []
+    elsewhere = unprepared().node("n9", unprepared().plans["n0"])
+    elsewhere.plans["n0"] = {}
+    assert list(Explainer(elsewhere.view()).unprepared()) == []

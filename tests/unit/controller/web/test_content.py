@@ -54,6 +54,15 @@ def test_without_time_for_what_would_help_the_reason_is_there_all_the_same() -> 
     assert (short["isExplained"], short["changes"], short["holders"]) == (False, [], [])
 
 
+def test_a_claim_that_its_node_can_not_prepare_is_listed_and_marked_on_its_gpu() -> None:
+    shown = of(MapCluster().gpu("n", 0).holds("team/a", "n", "gpu-0").fails("team/a", "n", "Node", "no space"))
+    assert [(each["claim"], each["reason"]) for each in shown["pending"]] == [("team/a", "NotPrepared")]
+    assert shown["pendingCount"] == 1
+    [span] = shown["nodes"][0]["gpus"][0]["spans"]
+    said = "node n can't prepare it since 2026-11-26T00:00:00Z, because of the node itself: no space"
+    assert span["holder"]["notPrepared"] == said
+
+
 def test_long_lists_and_texts_of_tenants_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(content, "MAX_PENDING", 3)
     monkeypatch.setattr(content, "MAX_TEXT", 20)

@@ -115,7 +115,7 @@ def test_what_may_not_be_listed_is_unread_and_the_exit_code_says_that_not_all_is
     assert {told[name]["state"] for name in ("slices", "devices", "claims", "health", "mode")} == {"unread"}
     assert not told["slices"]["ok"]
     [finding] = told["API server"]["findings"]
-    assert finding["about"] == "ResourceSlices, pending claims, Events"
+    assert finding["about"] == "pending claims, ResourceSlices, Events"
     assert "403" in finding["message"]
     assert status(kubeconfig).exit_code == 1
 

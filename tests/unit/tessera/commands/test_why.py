@@ -131,6 +131,31 @@ def test_a_pod_that_does_not_start_has_the_last_warning_of_its_node(api: ObjectA
     assert "n1 has not prepared it: FailedPrepareDynamicResources" in answer.stdout
 
 
+def test_a_claim_that_its_node_can_not_prepare_is_explained_with_what_the_controller_did(
+    api: ObjectApi, tmp_path: Path
+) -> None:
+    ask(api, "wanted", nodeName="n1")
+    hold(api, "team-a/wanted", "n1", "gpu-0")
+    uid = api.folder(CLAIMS)["wanted"]["metadata"]["uid"]
+    failed = {
+        "claim": "team-a/wanted",
+        "uid": uid,
+        "since": "2026-11-25T10:00:00Z",
+        "cause": "GPU",
+        "message": "999",
+    }
+    api.folder("/apis/gpu.tessera.dev/v1alpha1/gpunodeplans")["n1"]["status"]["unprepared"] = [failed]
+    for flags in (["pod/wanted"], ["claim/wanted"], []):
+        answer = run(api, tmp_path, *flags)
+        assert answer.exit_code == 1
+        assert "NotPrepared: it is allocated: gpu-0" in answer.stdout
+        assert "n1 can't prepare it since 2026-11-25T10:00:00Z, because of its GPU: 999" in answer.stdout
+    event = {"involvedObject": {"kind": "ResourceClaim", "name": "wanted", "namespace": "team-a", "uid": uid}}
+    outcome = "it can't be prepared; its pod is not evicted: PodDisruptionBudget web forbids it"
+    report(api, "done", "2026-11-25T10:02:00Z", "FailedStart", message=outcome, **event)
+    assert f"since 2026-11-25T10:00:00Z: {outcome}" in run(api, tmp_path, "pod/wanted").stdout
+
+
 def test_a_holder_that_is_being_deleted_is_marked(api: ObjectApi, tmp_path: Path) -> None:
     ask(api, "wanted")
     for name, device, deleted in (("leaves", "gpu-0", "2026-11-25T10:00:00Z"), ("stays", "gpu-1", None)):

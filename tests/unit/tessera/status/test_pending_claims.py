@@ -8,12 +8,22 @@ from pathlib import Path
 
 import msgspec
 
+from controller.eviction.failed_starts import FailedStart
 from controller.explain.changes import HelpfulChange
 from controller.explain.events import UNREADABLE, InvolvedObject, WrittenEvent
 from controller.report.claim_explainer import OTHER_DRIVERS, Explanation
 from driver.kube.slice_types import ResourceSlice
 from driver.kube.types import GpuNodePlan, PlanMetadata, Pod
-from driver.model.plan import OWNED_SUFFIX, GpuReport, PlanMode, PlanSpec, PlanStatus, encode_inventory
+from driver.model.plan import (
+    OWNED_SUFFIX,
+    FailureCause,
+    GpuReport,
+    PlanMode,
+    PlanSpec,
+    PlanStatus,
+    UnpreparedClaim,
+    encode_inventory,
+)
 from tessera.commands.status import as_text
 from tessera.status.pending_claims import ADVICE
 from tessera.status.snapshot import StatusSnapshot
@@ -74,6 +84,38 @@ def test_the_remedy_is_a_change_that_helps_if_there_is_one_and_the_command_that_
 def test_the_documentation_names_the_reasons_that_can_be_findings() -> None:
     row = next(line for line in SOUNDNESS.read_text().splitlines() if line.startswith("| `claims` |"))
     assert set(re.findall(r"`([A-Z]\w+)`", row)) == {*ADVICE, UNREADABLE}
+
+
+def failed(*nodes: str, cause: FailureCause = FailureCause.GPU) -> StatusSnapshot:
+    """One claim that can not be prepared on each of ``nodes``; with ten nodes in all."""
+    starts = [FailedStart(node, UnpreparedClaim(f"team/{node}", node, "since", cause)) for node in nodes]
+    plans = {f"n{number}": plan() for number in range(10)}
+    for start in starts:
+        status = PlanStatus(3, mode=PlanMode.PLANNED, unprepared=(start.unprepared,))
+        plans[start.node] = GpuNodePlan(PlanMetadata(start.node, generation=3), PlanSpec(), status)
+    unprepared = [Explanation(start.unprepared.claim, (), "NotPrepared", "why", start=start) for start in starts]
+    return replace(SOUND, plans=plans, unprepared=unprepared)
+
+
+def test_claims_that_can_not_be_prepared_are_findings_with_what_to_do() -> None:
+    assert (result(SOUND, "starts").summary, result(SOUND, "starts").findings) == ("no failed preparation", ())
+    shown = result(failed("n0", cause=FailureCause.NODE), "starts")
+    assert shown.summary == "1 claim can't be prepared (cause: 1 Node)"
+    [finding] = shown.findings
+    assert (finding.about, finding.message) == ("claim team/n0", "why")
+    advice = "mend what the message names on node n0; until then kubectl cordon n0"
+    assert finding.remedy == f"{advice}; details: tessera why claim/n0 -n team"
+
+
+def test_it_is_a_finding_of_its_own_if_so_many_nodes_fail_that_nobody_is_evicted() -> None:
+    nodes = [f"n{number}" for number in range(5)]
+    *_, more, stopped = result(failed(*nodes), "starts").findings
+    assert (more.about, more.message) == ("2 more", "can't be prepared")
+    assert stopped.about == "5 of 10 nodes"
+    assert "no pod is evicted, as the cause may be everywhere" in stopped.message
+    assert [finding.about for finding in result(failed("n0"), "starts").findings] == ["claim team/n0"]
+    of_claims = result(failed(*nodes, cause=FailureCause.OTHER), "starts").findings
+    assert "5 of 10 nodes" not in [finding.about for finding in of_claims]
 
 
 def test_an_object_that_the_controller_cannot_read_is_a_finding() -> None:
