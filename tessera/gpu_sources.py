@@ -15,6 +15,9 @@ from kubelet_plugin.inventory.open_hardware import open_host
 from kubelet_plugin.settings import node_settings
 from tessera.cluster_options import find_plans
 
+MAX_NODES = 5_000
+"""Nodes that do not exist, together: as many as the largest cluster that Kubernetes supports has."""
+
 
 def plans_and_gpus(client: KubeClient, needs: str) -> tuple[list[GpuNodePlan], list[GpuReport]]:
     """The plans of all nodes and the GPUs in them. Raises EnvironmentFault if there is no GPU (``needs``: what for).

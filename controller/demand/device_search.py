@@ -14,8 +14,9 @@ from enum import Enum
 from functools import lru_cache
 
 from controller.cluster.fleet import FleetGpu
-from controller.demand.requirements import MAX_DEVICES, AttributeConstraint, ClaimRequirements
+from controller.demand.requirements import AttributeConstraint, ClaimRequirements
 from controller.demand.selected_devices import Matches
+from driver.kube.types import MAX_DEVICES
 from driver.model.device import SLICE_VALUE, share_weight
 from driver.model.offer import SHARE, OfferKind, Spot
 from driver.placement.occupancy import GpuState

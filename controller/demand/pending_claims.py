@@ -209,11 +209,16 @@ class Queue:
 
     @property
     def expected(self) -> Iterator[tuple[PendingClaim, int]]:
-        """Pending claims of incomplete gangs with room, and how many claims like them are still to come."""
-        for gang in self.gangs:
-            for claim in self.of_pod(gang.pods[0]) if gang.missing else ():
+        """Pending claims of incomplete gangs with room, and how many claims like them are still to come.
+
+        A tenant writes the size of a gang, so these are no more than the fleet can have devices at once.
+        """
+        incomplete = [gang for gang in self.gangs if gang.missing]
+        most = sum(max(gpu.gpu.memory_slices, gpu.shares) for gpu in self.feasibility.fleet) if incomplete else 0
+        for gang in incomplete:
+            for claim in self.of_pod(gang.pods[0]):
                 if len(claim.pods) == 1 and claim.key not in self.held_back:
-                    yield claim, gang.missing
+                    yield claim, min(gang.missing, most)
 
     @cached_property
     def pods(self) -> list[Pod]:
@@ -315,6 +320,6 @@ def _amount(pod: Pod, resource: str) -> int:
 def _whole(quantity: str | int) -> int:
     """A number of devices; 0 for invalid quantities, which the API server never stores."""
     try:
-        return parse_quantity(str(quantity)).whole or 0
+        return max(0, int(parse_quantity(str(quantity)).value))
     except EvaluationError:
         return 0

@@ -18,9 +18,8 @@ from controller.cluster.kueue_workloads import QueuedPod, QueuedWorkload
 from controller.demand.feasibility import Group, Matching, SelectedKind
 from controller.demand.node_eligibility import Eligibility
 from controller.demand.pending_claims import PendingClaim, Queue
-from controller.demand.requirements import MAX_DEVICES
 from controller.demand.selected_devices import Selector
-from driver.kube.types import Claim, Key, Metadata, Pod, PodResourceClaim, Toleration
+from driver.kube.types import MAX_DEVICES, Claim, Key, Metadata, Pod, PodResourceClaim, Toleration
 
 MAX_SELECTIONS = 32
 """Different selectors for which devices are kept published for queued Workloads, those of the first ones."""

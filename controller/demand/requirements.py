@@ -12,6 +12,7 @@ from controller.demand.selected_devices import Selector, Selectors
 from driver.config.suggestions import meant
 from driver.errors import CelError
 from driver.kube.types import (
+    MAX_DEVICES,
     Claim,
     DeviceClass,
     DeviceConstraint,
@@ -24,9 +25,6 @@ from driver.kube.types import (
 MAX_COMBINATIONS = 64
 """Combinations of a claim's alternatives that are considered, in the scheduler's order."""
 
-MAX_DEVICES = 32
-"""Devices that one claim can be allocated (``resource.k8s.io/v1``); the search for devices refuses more."""
-
 SHOWN_CLASSES = 6
 """DeviceClasses that a message names."""
 
@@ -35,6 +33,8 @@ SHOWN_CLASSES = 6
 class DeviceRequest:
     """``count`` of the devices that ``selector`` selects on a node; None: all of them.
 
+    A claim may ask for up to 2^63 devices. ``count`` is at most one more than a claim can have, which no search can
+    satisfy and any loop can afford; ``excess`` is how many more were written, for messages.
     ``name`` is ``REQUEST/ALTERNATIVE`` for one of several alternatives, as the scheduler writes it.
     """
 
@@ -46,6 +46,12 @@ class DeviceRequest:
     """The expressions that the class adds to those of the request."""
     tolerations: tuple[Toleration, ...] = ()
     """Of taints of devices."""
+    excess: int = 0
+
+    @property
+    def written_count(self) -> int:
+        """The number of devices in the claim; 0 for all devices."""
+        return (self.count or 0) + self.excess
 
 
 class AttributeConstraint(NamedTuple):
@@ -138,9 +144,14 @@ class RequirementsReader:
         return selector if isinstance(selector, Selector) else None
 
     def _request(self, request: Request, alternative: ExactDeviceRequest, selector: Selector) -> DeviceRequest:
-        name, count = request.name_of(alternative), None if alternative.takes_all else alternative.count
-        of_class = frozenset(_texts(self._classes[alternative.device_class_name].spec.selectors))
-        return DeviceRequest(name, selector, count, alternative.device_class_name, of_class, alternative.tolerations)
+        name, class_name, written = request.name_of(alternative), alternative.device_class_name, alternative.count
+        count = min(written, MAX_DEVICES + 1)
+        of_class = frozenset(_texts(self._classes[class_name].spec.selectors))
+        if alternative.takes_all:
+            return DeviceRequest(name, selector, None, class_name, of_class, alternative.tolerations)
+        return DeviceRequest(
+            name, selector, count, class_name, of_class, alternative.tolerations, excess=written - count
+        )
 
     def _selector(
         self, request: Request, alternative: ExactDeviceRequest, namespace: str

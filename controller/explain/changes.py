@@ -300,7 +300,7 @@ def _of_count(feasibility: Feasibility, requirements: ClaimRequirements, nodes: 
     for count in range(first.count - 1, 0, -1):
         fewer = requirements._replace(requests=(DeviceRequest(first.name, first.selector, count),))
         if feasibility.find_node(fewer, nodes).outcome is SearchOutcome.FITS:
-            yield HelpfulChange("count", f"request {first.name} asked for {count} instead of {first.count}")
+            yield HelpfulChange("count", f"request {first.name} asked for {count} instead of {first.written_count}")
             return
 
 

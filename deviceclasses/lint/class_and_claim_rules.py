@@ -38,6 +38,7 @@ from deviceclasses.lint.lint_context import (
 from deviceclasses.lint.satisfiability import (
     parameter_mismatches,
     share_issues,
+    too_many_devices,
     unsatisfiable_constraints,
     unsatisfiable_selectors,
 )
@@ -124,6 +125,7 @@ def _claim(devices: Mapping[str, Any], path: str, context: LintContext) -> Itera
     for constraint in constraints:
         yield from _constraint_attribute(constraint, context)
     yield from unsatisfiable_constraints(requests, constraints, context)
+    yield from too_many_devices(requests, path)
     yield from share_issues(requests, constraints, context)
 
 

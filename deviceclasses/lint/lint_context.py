@@ -35,9 +35,10 @@ class RequestFields:
         return tuple(expression for _, expression in selectors_of(self.raw, ""))
 
     @property
-    def several(self) -> bool:
+    def count(self) -> int:
+        """The number of devices; 1 where that is not a number."""
         count = self.raw.get("count")
-        return isinstance(count, int) and count > 1
+        return count if isinstance(count, int) else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from deviceclasses.lint.lint_context import (
 from deviceclasses.lint.partial_evaluation import may_select
 from driver.config.opaque_parameters import devices_for
 from driver.config.strict_schema import shown
+from driver.kube.types import MAX_DEVICES
 from driver.model.offer import DeviceKind
 from driver.slices.attributes import PARENT
 
@@ -118,6 +119,19 @@ def _class_list(names: Sequence[str]) -> str:
     return f"class {ordered[0]} or one of {len(ordered) - 1} more, "
 
 
+def too_many_devices(requests: Sequence[RequestFields], path: str) -> Iterator[Issue]:
+    """Issues for more devices than a claim can have: of one request, or of all with their smallest alternatives."""
+    smallest: dict[str, int] = {}
+    for request in requests:
+        smallest[request.base] = min(request.count, smallest.get(request.base, request.count))
+        if request.count > MAX_DEVICES:
+            message = f"a claim can have at most {MAX_DEVICES} devices: its pod would wait for ever"
+            yield Issue(f"{request.path}.count", shown(request.count), message)
+    if max(smallest.values(), default=0) <= MAX_DEVICES < sum(smallest.values()):
+        message = f"ask for {sum(smallest.values())} devices together; a claim can have at most {MAX_DEVICES}"
+        yield Issue(f"{path}.requests", "", message)
+
+
 def share_issues(
     requests: Sequence[RequestFields], constraints: Sequence[ConstraintFields], context: LintContext
 ) -> Iterator[Issue]:
@@ -136,7 +150,7 @@ def share_issues(
         f"constraint distinctAttribute: {parent}"
     )
     for request in shares:
-        if request.several and not any(constraint.covers(request) for constraint in apart):
+        if request.count > 1 and not any(constraint.covers(request) for constraint in apart):
             yield Issue(f"{request.path}.count", shown(request.raw.get("count")), remedy)
     for index, other in enumerate(shares):
         for earlier in shares[:index]:

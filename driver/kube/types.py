@@ -179,6 +179,10 @@ class CapacityRequirements(Struct, frozen=True):
     requests: dict[str, str | int] = {}
 
 
+MAX_DEVICES = 32
+"""Devices that one claim can be allocated (``resource.k8s.io/v1``); the API server accepts claims that ask for more."""
+
+
 class ExactDeviceRequest(Struct, frozen=True):
     """The ``exactly`` of a request, or an alternative of its ``firstAvailable``; only the latter has a name."""
 

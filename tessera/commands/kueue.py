@@ -16,7 +16,7 @@ from driver.model.plan import COUNTERS_FIELD, GpuReport
 from driver.slices.attributes import quantity
 from driver.slices.build import memory_of_gpu
 from tessera.cluster_options import check_flag, client_of, with_driver_name, with_kubeconfig
-from tessera.gpu_sources import hardware, plans_and_gpus
+from tessera.gpu_sources import MAX_NODES, hardware, plans_and_gpus
 from tessera.tables_and_drawings import as_documents, with_output
 
 KUEUE_API_VERSION = "kueue.x-k8s.io/v1beta2"
@@ -42,7 +42,7 @@ def kueue() -> None:
 
 @kueue.command()
 @click.option("--gpus", metavar="SOURCE", help="GPUs of each node: sim:NAME or sim:FILE.  [default: the cluster's]")
-@click.option("-n", "--nodes", type=click.IntRange(min=1), help="With --gpus: number of nodes.  [default: 1]")
+@click.option("-n", "--nodes", type=click.IntRange(1, MAX_NODES), help="With --gpus: number of nodes.  [default: 1]")
 @click.option("--shares", help="With --gpus: as `tessera node --shares`.")
 @click.option(
     "--charge",

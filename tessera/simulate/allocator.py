@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 
 from controller.demand.node_eligibility import BLOCKING
-from controller.demand.requirements import MAX_DEVICES
 from deviceclasses.cel.engine import try_compile
 from driver.errors import CelError
 from driver.kube.types import (
+    MAX_DEVICES,
     Allocation,
     Claim,
     DeviceAllocation,

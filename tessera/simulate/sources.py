@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,10 +26,13 @@ from driver.model.plan import FaultKind, GpuReport, PlanMode
 from driver.slices.pool_names import Pool
 from driver.slices.publisher import SLICES
 from kubelet_plugin.inventory.published_devices import PublishPolicy
-from tessera.gpu_sources import anonymous, hardware
+from tessera.gpu_sources import MAX_NODES, anonymous, hardware
 from tessera.simulate.imagined_cluster import ClusterContent
 
 GPU = re.compile(r"(?P<node>[^/]+)(?:/gpu-(?P<number>[0-9]+))?")
+
+MAX_DIGITS = 12
+"""Digits of a number of nodes that are read."""
 
 
 def simulated(text: str, shares: str | None, mig_gpus: GpuSelection) -> ClusterContent:
@@ -37,13 +42,20 @@ def simulated(text: str, shares: str | None, mig_gpus: GpuSelection) -> ClusterC
     """
     gpus: list[FleetGpu] = []
     nodes: list[Node] = []
+    named: Counter[str] = Counter()
     for entry in text.split(","):
         source, _, written = entry.strip().partition("=")
         if not source or (written and not written.isdecimal()):
             raise UsageError(f"--nodes {text}: {entry.strip()!r} is not NAME, NAME=COUNT or FILE=COUNT, as dgx-h100=4")
-        reports = hardware(gpus=f"sim:{source}", shares=shares)
-        for _ in range(int(written or 1)):
-            name = f"{Path(source).stem}-{sum(node.metadata.name.startswith(Path(source).stem) for node in nodes) + 1}"
+        reports, stem = hardware(gpus=f"sim:{source}", shares=shares), Path(source).stem
+        count = int(written or 1) if len(written) <= MAX_DIGITS else math.inf
+        if len(nodes) + count > MAX_NODES:
+            raise UsageError(
+                f"--nodes {source}={written[:MAX_DIGITS]}: all simulated nodes together are at most {MAX_NODES}"
+            )
+        for _ in range(count):
+            named[stem] += 1
+            name = f"{stem}-{named[stem]}"
             labels = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux"}
             nodes.append(Node(Metadata(name, labels=labels)))
             gpus += [_idle(name, anonymous(report, name), mig_gpus) for report in reports]

@@ -10,6 +10,7 @@ import msgspec
 
 from deviceclasses.lint.class_and_claim_rules import refused
 from deviceclasses.lint.documents import Document, kind_of, text
+from driver.config.strict_schema import shown
 from driver.errors import UsageError
 from driver.kube.types import (
     Claim,
@@ -26,6 +27,9 @@ from driver.kube.types import (
 
 COUNTS = {"Deployment": "replicas", "ReplicaSet": "replicas", "StatefulSet": "replicas", "Job": "parallelism"}
 """The kinds with a pod template, and their fields for the number of pods."""
+
+MAX_PODS = 10_000
+"""Pods of all manifests together: a placement takes some milliseconds."""
 
 DEFAULT_NAMESPACE = "default"
 
@@ -88,9 +92,13 @@ class Reader:
         if kind == "Pod":
             self._pod(document, metadata, spec)
             return
-        count = spec.get(COUNTS[kind], 1)
+        count, pods = spec.get(COUNTS[kind], 1), self._found.pods
         if not isinstance(count, int) or not isinstance(template := spec.get("template"), Mapping):
             raise UsageError(f"{_place(document)}: {kind} {metadata.name} has no valid {COUNTS[kind]} or template")
+        if not 0 <= count <= MAX_PODS - len(pods):
+            where = f"{_place(document)}: {kind} {metadata.name}: spec.{COUNTS[kind]}"
+            more = f" more, since these files have {len(pods)} pods already" if pods else ""
+            raise UsageError(f"{where}: {shown(count)}: `tessera simulate` takes 0 to {MAX_PODS - len(pods)}{more}")
         for index in range(count):
             numbered = msgspec.structs.replace(metadata, name=f"{metadata.name}-{index}")
             self._pod(document, numbered, template.get("spec") or {})

@@ -16,7 +16,7 @@ from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.gangs import Gang
 from controller.demand.node_eligibility import Eligibility, Excluded
 from controller.demand.pending_claims import PendingClaim, Queue, described
-from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest, RefusedRequest
+from controller.demand.requirements import ClaimRequirements, DeviceRequest, RefusedRequest
 from controller.explain.reason import ClaimReason, Reason, ReasonCode
 from controller.explain.sources import sentences
 from controller.explain.sources.availability import (
@@ -36,7 +36,7 @@ from controller.explain.sources.availability import (
 from controller.explain.sources.moves import moves_that_help
 from controller.explain.sources.selector_sentences import selected_nowhere
 from controller.explain.sources.waiting_gangs import reason_of_gang
-from driver.kube.types import Key
+from driver.kube.types import MAX_DEVICES, Key
 
 MAX_KNOWN = 1024
 """Reasons of each kind that are remembered from one search to the next."""
@@ -293,8 +293,9 @@ class Reasoning:
         for request in requirements.requests:
             if not self._feasibility.kinds(request.selector, everywhere):
                 return selected_nowhere(self._feasibility, request)
-        if (count := max(requirements.counts)) > MAX_DEVICES:
-            sentence = f"it asks for {count} devices, more than the {MAX_DEVICES} that one claim can have"
+        if max(requirements.counts) > MAX_DEVICES:
+            written = sum(request.written_count for request in requirements.requests)
+            sentence = f"it asks for {written} devices, more than the {MAX_DEVICES} that one claim can have"
             return Reason(ReasonCode.TOO_MANY, sentence, permanent=True)
         for request in requirements.requests:
             if not ideal.may_fit(ClaimRequirements((request,)), everywhere):

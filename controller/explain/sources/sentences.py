@@ -9,7 +9,7 @@ from controller.cluster.fleet import FleetGpu
 from controller.cluster.node_use_labels import DEDICATED_TO
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.node_eligibility import Excluded, Exclusion
-from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest
+from controller.demand.requirements import ClaimRequirements, DeviceRequest
 from controller.explain.reason import Reason, ReasonCode
 from controller.explain.sources.availability import (
     SHOWN,
@@ -25,6 +25,7 @@ from controller.explain.sources.availability import (
 from controller.explain.sources.moves import MAX_NODES, Move
 from controller.explain.sources.selector_sentences import failing
 from deviceclasses.lint.attribute_catalogue import why_without
+from driver.kube.types import MAX_DEVICES
 from driver.model.gpu import MigMode
 
 OF_OBSTACLE = {

@@ -193,3 +193,25 @@ def test_a_slip_in_the_drivers_name_is_found_in_parameters_and_constraints() -> 
         "is in Kubernetes' domain: resource.kubernetes.io/numaNode",
         "is a capacity; constraints are on attributes",
     ]
+
+
+REQUESTS = "spec.devices.requests"
+
+
+@pytest.mark.parametrize("count", [33, 2**63 - 1])
+def test_a_count_that_no_claim_can_have_is_named(count: int) -> None:
+    most = "a claim can have at most 32 devices: its pod would wait for ever"
+    assert found(claim(request(count=count))) == [(f"{REQUESTS}[0].exactly.count", str(count), most)]
+    assert found(claim(request(count=32))) == []
+
+
+def test_requests_that_are_together_for_more_devices_than_a_claim_can_have_are_named() -> None:
+    both = [request("a", count=17), request("b", count=16)]
+    assert found(claim(*both)) == [
+        (REQUESTS, "", "ask for 33 devices together; a claim can have at most 32"),
+    ]
+    either = {
+        "name": "b",
+        "firstAvailable": [{"name": f"a{n}", "deviceClassName": "gpu-training", "count": n} for n in (16, 15)],
+    }
+    assert found(claim(request("a", count=17), either)) == []

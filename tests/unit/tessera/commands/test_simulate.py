@@ -391,3 +391,35 @@ def test_changes_that_are_impossible_are_refused(cluster: list[str], options: li
     ran = run(FULL, *cluster, *options)
     assert ran.exit_code == 2
     assert message in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("nodes", "named"),
+    [
+        ("h100-1=100000000", "h100-1=100000000"),
+        ("h100-1=2,dgx-h100=4999", "dgx-h100=4999"),
+        (f"h100-1={'9' * 5000}", "h100-1=999999999999"),
+    ],
+)
+def test_more_nodes_than_can_be_simulated_are_refused_with_the_number_that_is_accepted(nodes: str, named: str) -> None:
+    ran = run([claim("one", ONE)], "--nodes", nodes)
+    assert ran.exit_code == 2
+    assert f"--nodes {named}: all simulated nodes together are at most 5000" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"), [("Deployment", "replicas"), ("StatefulSet", "replicas"), ("Job", "parallelism")]
+)
+@pytest.mark.parametrize("count", [100_000_000, 2**63 - 1, -1])
+def test_more_pods_than_can_be_simulated_are_refused_with_the_number_that_is_accepted(
+    kind: str, field: str, count: int
+) -> None:
+    def manifest(count: int) -> Object:
+        spec = {field: count, "template": {"spec": OF_CLAIM}}
+        return {"apiVersion": "apps/v1", "kind": kind, "metadata": {"name": "many"}, "spec": spec}
+
+    ran = run([claim("shared", ONE), manifest(count)], "--nodes", "h100-1")
+    assert ran.exit_code == 2
+    assert f"document 2: {kind} many: spec.{field}: {count}: `tessera simulate` takes 0 to 10000" in ran.stderr
+    ran = run([claim("shared", ONE), manifest(9_999), manifest(2)], "--nodes", "h100-1")
+    assert f"spec.{field}: 2: `tessera simulate` takes 0 to 1 more, since these files have 9999 pods" in ran.stderr
