@@ -17,6 +17,7 @@ import pytest
 import urllib3
 
 from driver.kube.client import load_configuration
+from driver.kube.types import MAX_DEVICES
 from tests.fuzz.objects import nested
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
@@ -26,14 +27,19 @@ from tests.support.control_plane import control_plane
 from tests.support.controller import ControllerProcess, plugins
 from tests.support.metrics import families, port_in
 from tests.support.plugin import COMMAND_S, DRIVER, TESSERA, PluginFlags, PluginProcess
+from tests.support.ports import kept_port
 from tests.support.rights import may
-from tests.support.scheduling import Scheduling, asked
+from tests.support.scheduling import Scheduling, asked, forget
 from tests.support.workloads import wait_default_account
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 HOSTILE = 200
 SOON_S = 60.0
+ANSWER_S = 20.0
+"""Time for a command or a page, on a machine that is busy."""
+
+LARGEST = 2**63 - 1
 SMALL = "gpu-inference-1g-10gb"
 TENANT = "team"
 NUMBERS = "[1,2,3,4,5,6,7,8,9,10]"
@@ -99,8 +105,15 @@ def nodes(cluster: Cluster) -> Iterator[list[PluginProcess]]:
 
 
 @pytest.fixture(scope="module")
-def controller(cluster: Cluster, nodes: list[PluginProcess]) -> Iterator[ControllerProcess]:
-    found = ControllerProcess(cluster, flags=("--metrics-address", "127.0.0.1:0"))
+def page() -> Iterator[str]:
+    """The address of the leader's page."""
+    with kept_port() as port:
+        yield f"127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module")
+def controller(cluster: Cluster, nodes: list[PluginProcess], page: str) -> Iterator[ControllerProcess]:
+    found = ControllerProcess(cluster, flags=("--metrics-address", "127.0.0.1:0", "--web-address", page))
     found.start()
     wait_for(lambda: modes(found) == {"Planned"}, SOON_S * 2, "both nodes follow the controller")
     yield found
@@ -213,3 +226,32 @@ def test_commands_read_a_cluster_with_hostile_claims(
     assert "Traceback" not in done.stderr
     assert done.returncode in (0, 1), done.stderr
     assert "can't be listed" not in done.stdout
+
+
+def answer(cluster: Cluster, *command: str) -> str:
+    """The output of a command, which must come soon."""
+    access = ("--kubeconfig", str(cluster.kubeconfig))
+    done = subprocess.run([TESSERA, *command, *access], capture_output=True, text=True, timeout=ANSWER_S, check=False)
+    assert done.returncode in (0, 1), done.stderr
+    return done.stdout
+
+
+def test_claims_for_more_devices_than_any_claim_can_have_delay_neither_pods_nor_answers(
+    cluster: Cluster, controller: ControllerProcess, page: str
+) -> None:
+    huge, two_huge, normal = (Scheduling(cluster, name) for name in ("huge", "two-huge", "normal"))
+    huge.ask(asked("gpu-training", count=LARGEST))
+    two_huge.ask(*(asked(SMALL, name=name, count=2**62) for name in ("a", "b")))
+    normal.ask(asked(SMALL, count=3))
+    assert len(normal.given()) == 3
+    reason = f"it asks for {LARGEST} devices, more than the {MAX_DEVICES} that one claim can have"
+    assert reason in answer(cluster, "why", "claim/huge")
+    assert f"it asks for {2**63} devices" in answer(cluster, "why", "claim/two-huge")
+    assert reason in answer(cluster, "why", "-A")
+    assert "2 do not resolve by themselves (2 TooMany)" in answer(cluster, "status")
+    state = urllib3.request("GET", f"http://{page}/api/state", timeout=ANSWER_S, retries=False).json()
+    shown = {each["claim"]: each["message"] for each in state["pending"]}
+    assert reason in shown["default/huge"]
+    was = renewed_at(cluster)
+    wait_for(lambda: renewed_at(cluster) != was, SOON_S, "the controller goes on renewing its heartbeat")
+    forget(huge, two_huge, normal)
