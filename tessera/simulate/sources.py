@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -48,7 +47,7 @@ def simulated(text: str, shares: str | None, mig_gpus: GpuSelection) -> ClusterC
         if not source or (written and not written.isdecimal()):
             raise UsageError(f"--nodes {text}: {entry.strip()!r} is not NAME, NAME=COUNT or FILE=COUNT, as dgx-h100=4")
         reports, stem = hardware(gpus=f"sim:{source}", shares=shares), Path(source).stem
-        count = int(written or 1) if len(written) <= MAX_DIGITS else math.inf
+        count = int(written or 1) if len(written) <= MAX_DIGITS else MAX_NODES + 1
         if len(nodes) + count > MAX_NODES:
             raise UsageError(
                 f"--nodes {source}={written[:MAX_DIGITS]}: all simulated nodes together are at most {MAX_NODES}"
