@@ -29,6 +29,7 @@ from kubelet_plugin.reconcile.claim_activity import BackgroundWork
 from kubelet_plugin.reconcile.uninstall import Uninstall
 from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.status.claim_status import StatusWriter, device_statuses
+from kubelet_plugin.status.events import PluginEvents
 
 SLICES_DELAY_SECONDS, STATUS_DELAY_SECONDS = 0.5, 2.0
 """Longest time that slices and status wait for claims in progress: a pod may wait for slices."""
@@ -39,10 +40,11 @@ PREPARED_DELAY_SECONDS = 0.3
 
 @dataclass(frozen=True, slots=True)
 class ApiAccess:
-    """The API server: its client, and what is known of the fields that it keeps."""
+    """The API server: its client, what is known of the fields that it keeps, and the Events that are written to it."""
 
     client: KubeClient
     fields: KeptFields
+    events: PluginEvents
 
 
 class Publishing:
@@ -86,6 +88,7 @@ class Publishing:
             lambda: device_statuses(stores.checkpoint.records(), self._unhealthy_reason),
             steps=background.steps,
             give_way=background.activity.wait_idle(STATUS_DELAY_SECONDS),
+            events=api.events,
         )
         self.writers = (
             self._publisher.run,
@@ -132,7 +135,7 @@ class Publishing:
 
     def _unhealthy_reason(self, name: str) -> str | None:
         device = self._inventory.device(name)
-        return None if device is None else self._health.unhealthy_reason(device)
+        return None if device is None else self._health.reason_for_holders(device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,9 +93,8 @@ class NodePlugin:
         measurements = self._metrics or Measurements()
         self._step = StepRunner(observer, measurements.observe_step)
         self._background = BackgroundWork(ClaimActivity(), self._probes, measurements, self._step)
-        self._api = _api_access(settings, self._changes, self._probes.reach, measurements)
-        self._recorder = Recorder(self._api.client, NODE_USER_AGENT, settings.node_name)
-        self._events = PluginEvents(self._recorder.event, settings.node_name, measurements.count_event)
+        self._api, self._recorder = _api_access(settings, self._changes, self._probes.reach, measurements)
+        self._events = self._api.events
         self._hardware = ExitStack()
         self._open_hardware()
         self._publishing = Publishing(
@@ -159,7 +158,9 @@ class NodePlugin:
         self._reconciler = ClaimReconciler(
             stores, self._preparer, events, self._health.set_condition, orphans.search_if_due
         )
-        self._health_service = HealthService(stores.pool.name, self._publishing.devices, self._health.unhealthy_reason)
+        self._health_service = HealthService(
+            stores.pool.name, self._publishing.devices, self._health.reason_for_holders
+        )
 
     def _usage_sampler(self) -> UsageSampler | None:
         """Register what is computed at each scrape; return what measures the usage of claims, if that is asked for."""
@@ -329,12 +330,15 @@ def _metrics(settings: NodeSettings) -> Metrics | None:
 
 def _api_access(
     settings: NodeSettings, changes: ChangeNotifier, reach: ApiReach, measurements: Measurements
-) -> ApiAccess:
+) -> tuple[ApiAccess, Recorder]:
+    """The access, and what writes its Events."""
     fields = KeptFields(partial(changes.report, NodeChange.KEPT_FIELDS))
     observe = fields.observer(reach.observer(measurements.observe_request))
+    client = KubeClient(load_configuration(settings.kubeconfig, in_own_process=True), NODE_USER_AGENT, observe)
+    recorder = Recorder(client, NODE_USER_AGENT, settings.node_name)
     return ApiAccess(
-        KubeClient(load_configuration(settings.kubeconfig, in_own_process=True), NODE_USER_AGENT, observe), fields
-    )
+        client, fields, PluginEvents(recorder.event, settings.node_name, measurements.count_event)
+    ), recorder
 
 
 def _discover(scanner: Scanner, records: Iterable[ClaimRecord], settings: NodeSettings) -> Inventory:

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import pynvml
 
@@ -144,10 +144,17 @@ class HealthMonitor:
 
     def unhealthy_reason(self, device: Device) -> str | None:
         """Why ``device`` is not healthy, or None. A cordoned device is healthy."""
+        return self._reason(device, ())
+
+    def reason_for_holders(self, device: Device) -> str | None:
+        """Why pods that use ``device`` are affected, or None. A failing GPU only refuses to be changed."""
+        return self._reason(device, (FAILING,))
+
+    def _reason(self, device: Device, ignored: Collection[str]) -> str | None:
         fault = self._inventory.fault(device.gpu)
         reasons = [f"its GPU can't be used at present: {fault}"] if fault else []
         # Without the lock: its holder may be waiting for the disk.
-        conditions = self._current.get(device.gpu.uuid, ())
+        conditions = [known for known in self._current.get(device.gpu.uuid, ()) if known.value not in ignored]
         reasons += [str(condition) for condition in conditions if not condition.cordon and condition.affects(device)]
         return "; ".join(reasons) or None
 

@@ -25,19 +25,21 @@ from driver.errors import CONFLICT, FORBIDDEN, INVALID, NOT_FOUND, ApiError, Rec
 from driver.kube.client import OBJECT, KubeClient, Object
 from driver.kube.json_sanitizing import decode
 from driver.kube.reads import RESOURCE_GROUP, read_object
-from driver.kube.types import Metadata, ReportedDevice
+from driver.kube.types import Claim, ClaimStatus, Consumer, Metadata, ReportedDevice
 from driver.kube.work_loop import Backoff, GiveWay, Loop, at_once
 from driver.model.gpu_settings import TimeSlice, time_slice_in_force
 from driver.model.offer import DeviceKind
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
 from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
 from kubelet_plugin.inventory.inventory import ClaimReference
+from kubelet_plugin.status.events import EventReason, PluginEvents
 
 log = logging.getLogger(__name__)
 
 READY_CONDITION = "Ready"
 PREPARED_REASON = "Prepared"
 UNHEALTHY_REASON = "Unhealthy"
+UNHEALTHY_WAY_OUT = "its programs may fail: if they do, delete the pod, so that its next one gets another device"
 CONDITION_MESSAGE_LIMIT = 32768
 """Maximum length of a condition's message (``metav1.Condition``)."""
 
@@ -155,6 +157,7 @@ class StoredClaim(msgspec.Struct, frozen=True):
         """``devices`` stay undecoded: entries of other drivers may contain anything."""
 
         allocation: msgspec.Raw = msgspec.Raw(b"null")
+        reserved_for: tuple[Consumer, ...] = msgspec.field(default=(), name="reservedFor")
         devices: tuple[msgspec.Raw, ...] = ()
 
     metadata: Metadata
@@ -184,6 +187,16 @@ def unchanged_since(entries: Iterable[Object], devices: Iterable[DeviceStatus]) 
     }
     keys = ((status.device, "True" if status.ready else "False") for status in devices)
     return {device: stored[device, ready] for device, ready in keys if (device, ready) in stored}
+
+
+def newly_unhealthy(devices: Iterable[DeviceStatus], before: Iterable[DeviceStatus]) -> list[str]:
+    """A message for each device that has become unhealthy, or is so for another reason."""
+    reported = {status.device: status.message for status in before if not status.ready}
+    return [
+        f"{status.device}, which the pod uses, is unhealthy: {status.message}; {UNHEALTHY_WAY_OUT}"
+        for status in devices
+        if not status.ready and reported.get(status.device) != status.message
+    ]
 
 
 @dataclass
@@ -217,7 +230,10 @@ class StatusWriter:
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         steps: StepRunner | None = None,
         give_way: GiveWay = at_once,
+        events: PluginEvents | None = None,
     ) -> None:
+        """``events``: where devices that become unhealthy are reported, to their claims and pods."""
+        self._events = events
         self._client, self._driver, self._desired, self._now = client, driver, desired, now
         self._step = steps or StepRunner()
         self._states: dict[ClaimReference, ClaimWriteState] = {}
@@ -274,6 +290,9 @@ class StatusWriter:
         stored = self._read(claim)
         if stored is None:
             return ClaimWriteState(over=True)
+        if self._events is not None:
+            reserved = ClaimStatus(reserved_for=stored.status.reserved_for)
+            self._events.remember_pods(Claim(stored.metadata, status=reserved))
         entries = stored.entries(self._driver)
         state = ClaimWriteState(unchanged_since(entries, devices))
         if state.since.keys() >= {status.device for status in devices}:
@@ -301,6 +320,9 @@ class StatusWriter:
             if not self._is_over(claim, error):
                 raise
             state.over = True
+        if self._events is not None and not state.over:
+            for message in newly_unhealthy(devices, state.written or ()):
+                self._events.claim(claim, EventReason.UNHEALTHY, message)
         state.written = devices
 
     def _is_over(self, claim: ClaimReference, error: ApiError) -> bool:

@@ -31,6 +31,7 @@ class EventReason(StrEnum):
     RELEASED_LATE = "ReleasedLate"
     REPAIRED = "DeviceRepaired"
     REPAIR_FAILED = "DeviceLost"
+    UNHEALTHY = "DeviceUnhealthy"
     ORPHAN_RELEASED = "OrphanReleased"
     ORPHAN_IN_USE = "OrphanInUse"
     RECORD_MISSING = "CheckpointRecordMissing"

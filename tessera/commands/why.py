@@ -24,6 +24,7 @@ from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError, UsageError
 from driver.kube.client import KubeClient
 from driver.kube.reads import read_all, read_claim, read_object
 from driver.kube.types import Claim, Key, Metadata, Pod
+from kubelet_plugin.status.claim_status import READY_CONDITION, UNHEALTHY_WAY_OUT
 from kubelet_plugin.status.events import EventReason
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
 from tessera.tables_and_drawings import columns, counted, printable, with_output
@@ -183,15 +184,19 @@ def _kind_and_key(name: str, namespace: str) -> tuple[str, Key]:
 
 
 def _with_preparation(client: KubeClient, driver: str, explanation: Explanation) -> Explanation:
-    """With what keeps an allocated claim's pod from starting, if its node has not prepared it."""
-    if explanation.code != ALLOCATED or not explanation.pods:
+    """With what keeps an allocated claim's pod from starting or working, by what its node reports in the claim."""
+    if explanation.code != ALLOCATED:
         return explanation
     key = key_of(explanation.claim, "")
     claim = _find_claim(client, key)
     if claim is None:
         return explanation
+    if (unhealthy := _unhealthy(claim, driver)) is not None:
+        return replace(explanation, code=EventReason.UNHEALTHY.value, message=f"{explanation.message}; {unhealthy}")
     prepared = {(device.pool, device.device) for device in claim.status.devices if device.driver == driver}
-    if all((result.pool, result.device) in prepared for result in claim.results if result.driver == driver):
+    if not explanation.pods or all(
+        (result.pool, result.device) in prepared for result in claim.results if result.driver == driver
+    ):
         return explanation
     uids = [claim.metadata.uid, *(pod.metadata.uid for pod in explanation.pods[:MAX_HOLDERS])]
     warnings = [event for uid in uids for event in _warnings(client, key.namespace, uid)]
@@ -202,6 +207,17 @@ def _with_preparation(client: KubeClient, driver: str, explanation: Explanation)
     else:
         why = f"{latest.reason}: {latest.message}"
     return replace(explanation, code=NOT_PREPARED, message=f"{explanation.message}; {node} has not prepared it: {why}")
+
+
+def _unhealthy(claim: Claim, driver: str) -> str | None:
+    """Which devices of a prepared claim are unhealthy, since when and why; None: none is."""
+    unhealthy = [
+        f"{device.device} is unhealthy since {condition.last_transition_time}: {condition.message}"
+        for device in claim.status.devices
+        for condition in device.conditions
+        if device.driver == driver and condition.type == READY_CONDITION and condition.status == "False"
+    ]
+    return f"{'; '.join(unhealthy)}; {UNHEALTHY_WAY_OUT}" if unhealthy else None
 
 
 def _warnings(client: KubeClient, namespace: str, uid: str) -> list[WrittenEvent]:

@@ -95,6 +95,9 @@ def test_three_refusals_keep_new_pods_off_the_gpu_and_say_why(failing: FailingNo
     failing.refuse(SMALL, 1)
     assert failing.unhealthy == {"gpu-0"}
     assert set(failing.health.taints().values()) == {"failing"}
+    held = failing.health.device("gpu-0")
+    assert "failing" in str(failing.health.health.unhealthy_reason(held))
+    assert failing.health.health.reason_for_holders(held) is None  # it only refuses to be changed
     [(reason, message)] = failing.health.told
     assert reason == "GpuUnhealthy"
     assert "gpu-0" in message

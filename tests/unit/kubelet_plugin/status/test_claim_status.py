@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 from driver.clock import seconds_time
 from driver.kube import work_loop as loop
+from driver.kube.events import Type
+from driver.kube.types import Reference
 from driver.kube.work_loop import Backoff
 from driver.model.gpu_settings import TimeSlice
 from driver.model.offer import DeviceKind
@@ -24,6 +26,7 @@ from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.status import claim_status as module
 from kubelet_plugin.status.claim_status import StatusWriter, device_statuses, status_path
+from kubelet_plugin.status.events import PluginEvents
 from tests.support.api_server import Exchange, HttpServer
 from tests.support.claims import DRIVER, POOL
 from tests.support.running import eventually, in_thread
@@ -367,6 +370,39 @@ def test_a_defect_in_what_is_desired_does_not_end_the_writer(api: ClaimApi, capl
 
 def test_the_status_is_a_subresource_of_the_claim() -> None:
     assert status_path(claim("a")) == "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims/a/status"
+
+
+def test_a_pod_is_told_once_that_its_device_became_unhealthy_also_by_a_plugin_that_has_started_since(
+    api: ClaimApi,
+) -> None:
+    api.allocate("a")
+    api.claims["a"]["status"]["reservedFor"] = [{"resource": "pods", "name": "user", "uid": "u"}]
+    trouble, written = dict[str, str](), list[tuple[str, str, str]]()
+
+    def record(about: Reference, reason: str, message: str, _: Type) -> None:
+        written.append((about.kind, reason, message.partition(", so that")[0]))
+
+    def is_told(message: str) -> bool:
+        return bool(api.entry("a")["conditions"][0]["message"] == message)
+
+    def process(*troubles: str) -> None:
+        """One process of the plugin, which finds the claim prepared, and its device with these troubles."""
+        node = Node(api)
+        node.writer._events = PluginEvents(record, "node-a")
+        node.writer._desired = lambda: device_statuses([full("a")], trouble.get)
+        with in_thread(node.writer.run, node.writer.notify):
+            eventually(lambda: api.entries("a"), "the entry")
+            for message in troubles:
+                trouble["gpu-0"] = message
+                node.writer.notify()
+                eventually(partial(is_told, message), "the trouble")
+
+    process("xid-48: XID 48", "xid-48: XID 48")
+    process("xid-48: XID 48", "needs-reset: NVML says so")
+    said = "gpu-0, which the pod uses, is unhealthy: {}; its programs may fail: if they do, delete the pod"
+    messages = [said.format("xid-48: XID 48"), said.format("needs-reset: NVML says so")]
+    expected = [(kind, "DeviceUnhealthy", message) for message in messages for kind in ("ResourceClaim", "Pod")]
+    assert written == expected
 
 
 def test_a_device_that_is_not_well_says_why_and_since_when_and_is_ready_again(api: ClaimApi) -> None:

@@ -156,6 +156,20 @@ def test_a_claim_that_its_node_can_not_prepare_is_explained_with_what_the_contro
     assert f"since 2026-11-25T10:00:00Z: {outcome}" in run(api, tmp_path, "pod/wanted").stdout
 
 
+def test_a_running_pod_on_a_gpu_that_failed_is_told_so(api: ObjectApi, tmp_path: Path) -> None:
+    ask(api, "runs", nodeName="n1")
+    hold(api, "team-a/runs", "n1", "gpu-0")
+    condition = {"type": "Ready", "status": "False", "message": "xid-79: XID 79", "lastTransitionTime": "T"}
+    device = {"driver": "gpu.tessera.dev", "pool": "n1-gpu.tessera.dev", "device": "gpu-0", "conditions": [condition]}
+    api.folder(CLAIMS)["runs"]["status"]["devices"] = [device]
+    api.folder(PODS)["runs"]["status"]["phase"] = "Running"
+    for name in ("pod/runs", "claim/runs"):
+        answer = run(api, tmp_path, name)
+        assert answer.exit_code == 1
+        assert "DeviceUnhealthy: it is allocated: gpu-0" in answer.stdout
+        assert "gpu-0 is unhealthy since T: xid-79: XID 79; its programs may fail" in answer.stdout
+
+
 def test_a_holder_that_is_being_deleted_is_marked(api: ObjectApi, tmp_path: Path) -> None:
     ask(api, "wanted")
     for name, device, deleted in (("leaves", "gpu-0", "2026-11-25T10:00:00Z"), ("stays", "gpu-1", None)):
