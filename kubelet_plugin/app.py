@@ -41,9 +41,9 @@ from kubelet_plugin.dra.sockets import PluginSockets, Registry, SocketServer
 from kubelet_plugin.health.monitor import HealthMonitor
 from kubelet_plugin.health.recorded_faults import HealthFile
 from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
-from kubelet_plugin.inventory.layouts import check_layouts, setting_warnings
 from kubelet_plugin.inventory.open_hardware import open_host, wait_for_driver
 from kubelet_plugin.inventory.scan import NvmlEventListener, ScanLoop, Scanner
+from kubelet_plugin.inventory.standalone_offers import check_layouts, setting_warnings
 from kubelet_plugin.metrics import probes
 from kubelet_plugin.metrics.measurements import Measurements
 from kubelet_plugin.reconcile.claim_activity import BackgroundWork, ClaimActivity

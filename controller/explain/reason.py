@@ -19,7 +19,7 @@ class ReasonCode(StrEnum):
     NODE_NAME = "NodeNameSet"
     GATED = "SchedulingGated"
     NOT_PLACED = "PodNotPlaced"
-    """These four of pods that no free device helps (``controller.explain.sources.unplaced_pods``)."""
+    """These four of pods that no free device helps (``controller.explain.sources.pods_not_lacking_devices``)."""
 
     NO_SUCH_CLASS = "NoSuchClass"
     SELECTOR_REFUSED = "SelectorRefused"

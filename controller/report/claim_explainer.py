@@ -16,8 +16,8 @@ from controller.explain.changes import HelpfulChange, admitting, changes_that_he
 from controller.explain.events import ALLOCATED, NO_POD, NOT_USED
 from controller.explain.reason import OF_THE_POD, ClaimReason
 from controller.explain.sources.availability import Availability, SelectedGpu, holders_of, listed
+from controller.explain.sources.pods_not_lacking_devices import AllocatedPods
 from controller.explain.sources.scheduler_reports import report_of
-from controller.explain.sources.unplaced_pods import AllocatedPods
 from controller.report.cluster_view import ClusterView
 from controller.report.unprepared_claims import next_step, sentence
 from driver.kube.types import Claim, Key, Pod

@@ -28,8 +28,8 @@ from driver.slices.build import PublishedGpu
 from driver.slices.publisher import PresentSlices
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.inventory.inventory import Inventory
-from kubelet_plugin.inventory.layouts import standalone_offers
 from kubelet_plugin.inventory.published_devices import PublishPolicy
+from kubelet_plugin.inventory.standalone_offers import standalone_offers
 from kubelet_plugin.plan.instructions import Instructions
 from kubelet_plugin.plan.memory import RememberedPlan
 from kubelet_plugin.plan.mode import PLUGIN_TIMING, ModeChoice, ModeTiming

@@ -23,6 +23,7 @@ from controller.demand.selected_devices import SelectorFailure
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.situation import Situation
 from controller.explain.sources.availability import listed, untolerated
+from controller.explain.sources.pods_not_lacking_devices import LookedUp
 from controller.explain.sources.scheduler_reports import (
     SchedulerActivity,
     age_of,
@@ -32,7 +33,6 @@ from controller.explain.sources.scheduler_reports import (
     reported,
 )
 from controller.explain.sources.selector_sentences import failing
-from controller.explain.sources.unplaced_pods import LookedUp
 from driver.clock import Clock, seconds_time
 from driver.kube.reads import ANY_NODE
 from driver.kube.types import Condition, ExactDeviceRequest, Pod

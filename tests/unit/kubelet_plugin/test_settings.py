@@ -8,7 +8,7 @@ import pytest
 
 from driver.errors import UsageError
 from driver.model.gpu import Gpu
-from kubelet_plugin.inventory.layouts import setting_warnings
+from kubelet_plugin.inventory.standalone_offers import setting_warnings
 from kubelet_plugin.settings import node_settings
 from tests.support.gpus import H100, gpu_of
 

@@ -11,7 +11,12 @@ from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.situation import Situation as Now
 from controller.explain.sources.lacking_devices import Reasoning
-from controller.explain.sources.unplaced_pods import LOOKUP_INTERVAL_SECONDS, MAX_GATED, MAX_LOOKUPS, UnplacedPods
+from controller.explain.sources.pods_not_lacking_devices import (
+    LOOKUP_INTERVAL_SECONDS,
+    MAX_GATED,
+    MAX_LOOKUPS,
+    UnplacedPods,
+)
 from driver.kube.types import PAUSED, Key
 from tests.support.clock import FakeClock
 from tests.support.queues import DRIVER, FULL, Situation, node_of, request

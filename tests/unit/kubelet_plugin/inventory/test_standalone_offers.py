@@ -10,7 +10,7 @@ from driver.errors import UsageError
 from driver.model.device import devices_of
 from driver.model.gpu import Gpu, MigMode
 from driver.model.gpu_settings import parse_layouts, parse_share_counts
-from kubelet_plugin.inventory.layouts import check_layouts, setting_warnings, standalone_offers
+from kubelet_plugin.inventory.standalone_offers import check_layouts, setting_warnings, standalone_offers
 from kubelet_plugin.settings import node_settings
 from tests.support.gpus import H100, gpu_of
 
