@@ -3,7 +3,7 @@
 Events, ``tessera why``, ``tessera status``, the web page and ``tessera simulate`` show what this finds. The first of
 these sources that knows a reason has the last word:
 
-1. ``pods_not_lacking_devices``: no scheduler tries the pod, or a claim of it is missing. Whatever is free does not help it.
+1. ``pods_not_lacking_devices``: no scheduler tries the pod, or a claim of it is missing. No free device helps it.
 2. ``lacking_devices``: no free device satisfies the claim, or its gang lacks devices. No offer helps either.
 3. ``waiting_gangs``: enough is free, but the scheduler tries no pod of the gang before the missing ones exist.
 4. ``pending_despite_offers``: devices that would do are offered, or should be, and the scheduler does not take them.
