@@ -155,8 +155,9 @@ class NodePlugin:
         self._preparer = Preparer(self._reader, stores, partitions, time_slices, self._changes, repaired, step)
         self._trials = Trials(stores, partitions, self._preparer.cleanup, self._health)
         orphans = Orphans(stores, self._preparer, self._reader, events, measurements.count_orphan)
+        set_condition, observe = self._health.set_condition, self._health.failed_preparations.observe
         self._reconciler = ClaimReconciler(
-            stores, self._preparer, events, self._health.set_condition, orphans.search_if_due
+            stores, self._preparer, events, set_condition, orphans.search_if_due, observe
         )
         self._health_service = HealthService(
             stores.pool.name, self._publishing.devices, self._health.reason_for_holders

@@ -92,8 +92,8 @@ def notes_of(gpu: MapGpu) -> Iterator[str]:
     for device, other in gpu.overlaps:
         yield f"{device} and {other} are both held, but overlap"
     for holder in dict.fromkeys(holders_of(gpu)):
-        if holder.not_prepared is not None:
-            yield f"claim {holder}: {holder.not_prepared}"
+        if holder.problem is not None:
+            yield f"claim {holder}: {holder.problem}"
 
 
 def links(gpus: Iterable[MapGpu]) -> Iterator[str]:

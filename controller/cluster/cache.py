@@ -315,6 +315,7 @@ def _kept_plan(found: GpuNodePlan) -> GpuNodePlan:
         dropped=status.dropped,
         left_out=status.left_out,
         unprepared=status.unprepared,
+        unreleased=status.unreleased,
     )
     return GpuNodePlan(found.metadata, found.spec, kept)
 

@@ -19,11 +19,14 @@ from controller.explain.sources.availability import Availability, SelectedGpu, h
 from controller.explain.sources.pods_not_lacking_devices import AllocatedPods
 from controller.explain.sources.scheduler_reports import report_of
 from controller.report.cluster_view import ClusterView
-from controller.report.unprepared_claims import next_step, sentence
+from controller.report.unprepared_claims import STAYS, next_step, sentence
 from driver.kube.types import Claim, Key, Pod
 
 NOT_PREPARED = "NotPrepared"
 """Allocated, but its node has not prepared it yet."""
+
+NOT_RELEASED = "NotReleased"
+"""Its pod has ended, and its node can not release it."""
 
 MAX_OUTCOMES = 20
 """Unprepared claims of which the controller's Event is looked up."""
@@ -56,10 +59,10 @@ class Explanation:
     """Why ``claim`` (``namespace/name``) is pending. ``pods`` are its pending pods, bound ones only if it is allocated.
 
     ``claim`` is empty if the reason is one of the pod itself. ``code`` is a ReasonCode, or ALLOCATED, NOT_PREPARED,
-    NOT_USED (no pending pod uses the claim), TERMINATING or OTHER_DRIVERS. ``start`` is what the node of an allocated
-    claim reports that can not prepare it. ``permanent``: the reason does not pass when other claims
-    end. ``holders`` are the claims that hold devices which it could have; ``reports`` what the scheduler says of each
-    pod. ``is_detailed``: requests, holders and changes were looked for.
+    NOT_RELEASED, NOT_USED (no pending pod uses the claim), TERMINATING or OTHER_DRIVERS. ``start`` is what the node of
+    an allocated claim reports that can not prepare it. ``permanent``: the reason does not pass when other claims end.
+    ``holders`` are the claims that hold devices which it could have; ``reports`` what the scheduler says of each pod.
+    ``is_detailed``: requests, holders and changes were looked for.
     """
 
     claim: str
@@ -113,6 +116,11 @@ class Explainer:
         for place, key in enumerate(self._view.failed_starts):
             if (claim := self._view.snapshot.cluster.claims.find(key)) is not None:
                 yield self._allocated(claim, in_detail=in_detail and place < MAX_OUTCOMES)
+
+    def unreleased(self) -> Iterator[Explanation]:
+        """The claims that their nodes can not release."""
+        claims = map(self._view.snapshot.cluster.claims.find, self._view.failed_releases)
+        return (self._allocated(claim) for claim in claims if claim is not None)
 
     def of_pod(self, pod: Pod) -> list[Explanation]:
         def has_pod(pending: PendingClaim) -> bool:
@@ -218,6 +226,8 @@ class Explainer:
         others = [str(pod.metadata.key) for pod in users if not pod.spec.node_name]
         more = f"; not placed: pod {listed(others)} (tessera why pod/{others[0]})" if others else ""
         message = f"it is allocated: {devices}{more}"
+        if (release := self._view.failed_releases.get(key)) is not None:
+            return Explanation(str(key), starting, NOT_RELEASED, f"{message}; {release}; {STAYS}")
         start = self._view.failed_starts.get(key)
         if start is None:
             return Explanation(str(key), starting, ALLOCATED, message)

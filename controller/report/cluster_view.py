@@ -32,7 +32,7 @@ from controller.explain.reason import ClaimReason
 from controller.explain.situation import DisjointPlan, Lookups, Situation
 from controller.explain.sources.lacking_devices import Reasoning
 from controller.fence.configmap import read_fenced
-from controller.report.unprepared_claims import failed_starts
+from controller.report.unprepared_claims import FailedRelease, failed_releases, failed_starts
 from driver.clock import Clock
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError
 from driver.kube.client import KubeClient
@@ -111,6 +111,11 @@ class ClusterView:
     def failed_starts(self) -> Mapping[Key, FailedStart]:
         """The allocated claims that their nodes can not prepare."""
         return failed_starts(self.snapshot, self.driver)
+
+    @cached_property
+    def failed_releases(self) -> Mapping[Key, FailedRelease]:
+        """The claims that their nodes can not release."""
+        return failed_releases(self.snapshot, self.driver)
 
     def _plan(self) -> DisjointPlan | None:
         """What the leader plans for pending claims with disjoint offers: by the same planner."""

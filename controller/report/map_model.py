@@ -33,13 +33,13 @@ class Value(msgspec.Struct, frozen=True, rename="camel"):
 class Holder(Value, frozen=True):
     """A claim, and the class of its request; None if the claim is gone or names no class.
 
-    ``not_prepared``: that its node can not prepare it, since when, and why; None: its node does not report that.
+    ``problem``: that its node can not prepare or release it, since when, and why; None: its node does not report that.
     """
 
     namespace: str
     claim: str
     device_class: str | None = None
-    not_prepared: str | None = None
+    problem: str | None = None
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.claim}"
@@ -182,9 +182,10 @@ def _holders(view: ClusterView, pool: str) -> dict[str, tuple[Holder, ...]]:
 def _holder(view: ClusterView, pool: str, held: Held) -> Holder:
     namespace, _, name = held.claim.partition("/")
     key = Key(namespace, name)
-    claim, start = view.snapshot.cluster.claims.find(key), view.failed_starts.get(key)
-    device_class = None if claim is None else _class(claim, pool, held.device)
-    return Holder(namespace, name, device_class, None if start is None else sentence(start))
+    claim = view.snapshot.cluster.claims.find(key)
+    start, release = view.failed_starts.get(key), view.failed_releases.get(key)
+    problem = sentence(start) if start is not None else str(release) if release is not None else None
+    return Holder(namespace, name, None if claim is None else _class(claim, pool, held.device), problem)
 
 
 def _class(claim: Claim, pool: str, device: str) -> str | None:

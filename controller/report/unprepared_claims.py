@@ -1,14 +1,15 @@
-"""Claims that a node can not prepare, by its plan's status: their pods are placed there and do not start (pure)."""
+"""Claims that a node can not prepare or release, by its plan's status: their pods do not start or end (pure)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from controller.cluster.cache import Snapshot
 from controller.eviction.evictor import ADMIN_ACCESS, own_protection
 from controller.eviction.failed_starts import FailedStart, is_widespread, starts_to_move
 from driver.kube.types import Claim, Key, Pod
-from driver.model.plan import FailureCause
+from driver.model.plan import FailureCause, PlanStatus, UnpreparedClaim
 from driver.slices.pool_names import Pool
 
 CAUSES: Mapping[FailureCause, str] = {
@@ -18,17 +19,42 @@ CAUSES: Mapping[FailureCause, str] = {
 }
 
 
+class FailedRelease(NamedTuple):
+    """A claim whose devices a node can not release, so that its pod stays in Terminating."""
+
+    node: str
+    unreleased: UnpreparedClaim
+
+    def __str__(self) -> str:
+        return f"node {self.node} can't release it since {self.unreleased.since}: {self.unreleased.message}"
+
+
+STAYS = "its pod stays in Terminating and its devices stay held until that succeeds; it is tried again every 10 s"
+"""What happens to the pod of a claim that can not be released."""
+
+
 def failed_starts(snapshot: Snapshot, driver: str) -> dict[Key, FailedStart]:
-    """What nodes report of claims that exist and have a device of the node, by key of the claim."""
-    failed: dict[Key, FailedStart] = {}
+    """What nodes report of claims that exist, have a device of the node and can't be prepared, by key of the claim."""
+    unprepared = _reported(snapshot, driver, lambda status: status.unprepared)
+    return {key: FailedStart(node, claim) for key, node, claim in unprepared}
+
+
+def failed_releases(snapshot: Snapshot, driver: str) -> dict[Key, FailedRelease]:
+    """The same of claims that can't be released."""
+    unreleased = _reported(snapshot, driver, lambda status: status.unreleased)
+    return {key: FailedRelease(node, claim) for key, node, claim in unreleased}
+
+
+def _reported(
+    snapshot: Snapshot, driver: str, claims_in: Callable[[PlanStatus], Iterable[UnpreparedClaim]]
+) -> Iterator[tuple[Key, str, UnpreparedClaim]]:
     for node, plan in snapshot.plans.items():
         pool = Pool(node, driver).name
-        for unprepared in plan.status.unprepared:
-            namespace, _, name = unprepared.claim.partition("/")
+        for reported in claims_in(plan.status):
+            namespace, _, name = reported.claim.partition("/")
             claim = snapshot.cluster.claims.find(Key(namespace, name))
-            if claim is not None and claim.metadata.uid == unprepared.uid and claim.results_in(driver, pool):
-                failed[claim.metadata.key] = FailedStart(node, unprepared)
-    return failed
+            if claim is not None and claim.metadata.uid == reported.uid and claim.results_in(driver, pool):
+                yield claim.metadata.key, node, reported
 
 
 def sentence(start: FailedStart) -> str:

@@ -56,7 +56,7 @@ class PageNode(MapNode, frozen=True):
 
 
 class PagePending(Value, frozen=True):
-    """A claim that is pending or that its node can not prepare, or a pod without its claim (``claim`` is None).
+    """A claim that is pending or that its node can not prepare or release, or a pod without claim (``claim`` is None).
 
     ``is_explained``: holders and changes were looked for; otherwise only the reason is known.
     """
@@ -118,7 +118,8 @@ def content_of(view: ClusterView, in_detail: Callable[[], bool]) -> PageContent:
         encoded = encode(_node(node, view.fleet.nodes.get(node.name, ())))
         nodes[node.name] = zlib.compress(encoded, zlib.Z_BEST_SPEED)
     explainer = Explainer(view)
-    explanations = chain(explainer.unprepared(in_detail=False), explainer.pending(in_detail))
+    stuck = [*explainer.unprepared(in_detail=False), *explainer.unreleased()]
+    explanations = chain(stuck, explainer.pending(in_detail))
     pending = list(map(_explained, islice(explanations, MAX_PENDING)))
     pending.sort(key=lambda each: (each.created or "", each.claim or ""))
     parts = {
@@ -127,7 +128,7 @@ def content_of(view: ClusterView, in_detail: Callable[[], bool]) -> PageContent:
         "products": summary.products,
         "classes": summary.classes,
         "pending": pending,
-        "pendingCount": max(len(pending), len(view.queue.pending) + len(view.failed_starts)),
+        "pendingCount": max(len(pending), len(view.queue.pending) + len(stuck)),
     }
     return PageContent(nodes, {name: encode(part) for name, part in parts.items()})
 

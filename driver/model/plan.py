@@ -192,7 +192,7 @@ class FailureCause(StrEnum):
 
 
 class UnpreparedClaim(msgspec.Struct, frozen=True, rename="camel"):
-    """A claim that was allocated a device of the node, and that the node could not prepare at the last attempt.
+    """A claim with a device of the node that the node could not prepare, or not release, at the last attempt.
 
     ``claim`` is ``namespace/name``; ``since`` the first failure, by the node's clock; ``message`` the last answer.
     """
@@ -214,7 +214,7 @@ class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
     their counters if they were published again; a claim may just have been allocated one, so the plan has to withdraw
     them like published ones. ``refused`` are offers that are not published, and why. ``faults`` are those that an
     operator can clear, each as ClearedFaults writes it, and what it is. ``unprepared`` are the claims whose pods wait
-    for their devices to be prepared.
+    for their devices to be prepared, ``unreleased`` those whose pods have ended and whose devices can't be released.
     """
 
     observed_generation: int = 0
@@ -229,6 +229,7 @@ class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
     dropped: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     unprepared: tuple[UnpreparedClaim, ...] = ()
+    unreleased: tuple[UnpreparedClaim, ...] = ()
 
 
 class FaultKind(StrEnum):

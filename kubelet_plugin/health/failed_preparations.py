@@ -1,4 +1,4 @@
-"""The claims that are allocated devices of the node and that could not be prepared: for how long, and why."""
+"""The claims with devices of the node that could not be prepared, or not be released: for how long, and why."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import LockTimeoutError
 from kubelet_plugin.inventory.inventory import ClaimReference
 
+PREPARE, UNPREPARE = VERBS = "prepare", "unprepare"
+"""What the kubelet asks for; a release that failed is repeated by the plugin itself, too."""
+
 MOST_REPORTED, MOST_CHARACTERS = 32, 300
 """Claims in the plan's status, those that fail longest; and characters of the message of each."""
 
@@ -24,12 +27,13 @@ FORGOTTEN_AFTER_SECONDS = 300.0
 
 
 class FailedPreparations:
-    """Thread-safe. Reports a change when a claim fails for the first time, fails for another cause, or is prepared."""
+    """Thread-safe. Reports a change when a claim fails for the first time, fails for another cause, or succeeds."""
 
     def __init__(self, changes: ChangeNotifier, clock: Callable[[], float] = time.time) -> None:
         self._changes, self._clock = changes, clock
         self._lock = threading.Lock()
-        self._failed: dict[str, tuple[UnpreparedClaim, float]] = {}
+        self._failed: dict[tuple[str, str], tuple[UnpreparedClaim, float]] = {}
+        """By verb and UID, with the time of the last attempt."""
 
     @contextmanager
     def observe(self, verb: str, claim: ClaimReference) -> Iterator[None]:
@@ -37,30 +41,30 @@ class FailedPreparations:
         try:
             yield
         except Exception as error:
-            if verb == "prepare":
-                self._record(claim, error)
+            self._record(verb, claim, error)
             raise
         with self._lock:
-            ended = self._failed.pop(claim.uid, None)
-        if ended is not None:
+            ended = [self._failed.pop((failed, claim.uid), None) for failed in VERBS]
+        if any(ended):
             self._changes.report(NodeChange.UNPREPARED)
 
-    def reported(self) -> tuple[UnpreparedClaim, ...]:
-        """The claims that fail, the oldest failure first."""
+    def reported(self, verb: str = PREPARE) -> tuple[UnpreparedClaim, ...]:
+        """The claims for which ``verb`` fails, the oldest failure first."""
         with self._lock:
             recent = self._clock() - FORGOTTEN_AFTER_SECONDS
-            self._failed = {uid: (failed, at) for uid, (failed, at) in self._failed.items() if at >= recent}
-            return tuple(failed for failed, _ in self._failed.values())[:MOST_REPORTED]
+            self._failed = {key: (failed, at) for key, (failed, at) in self._failed.items() if at >= recent}
+            failures = [failed for (failed_verb, _), (failed, _) in self._failed.items() if failed_verb == verb]
+            return tuple(failures)[:MOST_REPORTED]
 
-    def _record(self, claim: ClaimReference, error: Exception) -> None:
+    def _record(self, verb: str, claim: ClaimReference, error: Exception) -> None:
         cause, message = _cause(error), str(error)[:MOST_CHARACTERS]
         with self._lock:
-            before, _ = self._failed.get(claim.uid, (None, 0.0))
+            before, _ = self._failed.get((verb, claim.uid), (None, 0.0))
             if before is None:
                 failed = UnpreparedClaim(str(claim), claim.uid, written_time(int(self._clock())), cause, message)
             else:
                 failed = msgspec.structs.replace(before, cause=cause, message=message)
-            self._failed[claim.uid] = failed, self._clock()
+            self._failed[verb, claim.uid] = failed, self._clock()
         if before is None or before.cause is not cause:
             self._changes.report(NodeChange.UNPREPARED)
 

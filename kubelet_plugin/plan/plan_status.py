@@ -31,6 +31,7 @@ from driver.model.plan import (
     gpu_line,
 )
 from driver.slices.pool_names import Pool
+from kubelet_plugin.health.failed_preparations import UNPREPARE
 from kubelet_plugin.health.monitor import HealthMonitor
 from kubelet_plugin.plan.follower import PlanFollower, Publication
 from kubelet_plugin.plan.mode import ModeChoice
@@ -73,6 +74,7 @@ class PlanReport:
             dropped=publication.dropped,
             left_out=publication.left_out,
             unprepared=self.health.failed_preparations.reported() if self.health is not None else (),
+            unreleased=self.health.failed_preparations.reported(UNPREPARE) if self.health is not None else (),
         )
 
     def _refused(self, plan: GpuNodePlan, publication: Publication) -> Iterator[str]:
@@ -124,7 +126,7 @@ class PlanStatusWriter:
             return self._create() if self._instructions.lacks_plan() else None
         uid, status = plan.metadata.uid, self._report.status()
         if self._written == (uid, status):
-            return FAILED_INTERVAL_SECONDS if status.unprepared else None
+            return FAILED_INTERVAL_SECONDS if status.unprepared or status.unreleased else None
         seconds = self._written_at + STATUS_INTERVAL_SECONDS - time.monotonic()
         if seconds > 0 and self._written is not None and _urgent(uid, status) == _urgent(*self._written):
             return seconds
@@ -134,7 +136,7 @@ class PlanStatusWriter:
             # Deleted or replaced, which the watch reports, or a conflict of writers, which nothing reports.
             return STATUS_INTERVAL_SECONDS
         self._written, self._written_at = (uid, status), time.monotonic()
-        return FAILED_INTERVAL_SECONDS if status.unprepared else None
+        return FAILED_INTERVAL_SECONDS if status.unprepared or status.unreleased else None
 
     def _create(self) -> float:
         """Create a plan without a spec. Returns after how many seconds to look again. Raises ApiError."""
@@ -147,8 +149,8 @@ class PlanStatusWriter:
 def _urgent(uid: str, status: PlanStatus) -> tuple[object, ...]:
     """The fields that the controller or an operator acts on."""
     modes = (status.mode, status.offer_mode, status.dropped, status.left_out)
-    failed = tuple((failed.uid, failed.cause) for failed in status.unprepared)
-    return uid, status.epoch, *modes, status.inventory, status.faults, failed
+    failed = [[(claim.uid, claim.cause) for claim in claims] for claims in (status.unprepared, status.unreleased)]
+    return uid, status.epoch, *modes, status.inventory, status.faults, *failed
 
 
 class FenceRelease:

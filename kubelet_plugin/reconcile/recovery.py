@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 
 from driver.errors import RecoverableError
@@ -23,7 +23,11 @@ from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.cleanup import ClaimCleanup
 from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
 from kubelet_plugin.claims.preparer import Preparer
+from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.status.events import EventReason, PluginEvents
+
+CallObserver = Callable[[str, ClaimReference], AbstractContextManager[None]]
+"""(verb, claim): observes how a call ends, as ``FailedPreparations.observe``."""
 
 log = logging.getLogger(__name__)
 
@@ -86,10 +90,12 @@ class ClaimReconciler:
         events: PluginEvents,
         report_condition: Callable[[str, ConditionType, str | None], None],
         find_orphans: Callable[[], float],
+        observe: CallObserver,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stores, self._preparer, self._events = stores, preparer, events
         self._report_condition, self._find_orphans, self._clock = report_condition, find_orphans, clock
+        self._observe = observe
         self._unreleased_since: dict[str, float] = {}
         self._tried_at: dict[str, float] = {}
         self._reported: dict[tuple[str, ConditionType], tuple[str, ...]] = {}
@@ -155,7 +161,8 @@ class ClaimReconciler:
 
     def _release(self, record: ClaimRecord) -> None:
         try:
-            released = self._preparer.cleanup.finish_release(record.uid)
+            with self._observe("unprepare", record.reference):
+                released = self._preparer.cleanup.finish_release(record.uid)
         except RecoverableError as error:
             log.warning("can't release a claim yet", extra={"claim": str(record), "error": str(error)})
             if self._clock() >= self._unreleased_since.get(record.uid, self._clock()) + STUCK_AFTER_SECONDS:

@@ -67,6 +67,7 @@ CHECKS: Mapping[str, StatusCheck] = {
         (Listing.EVENTS,),
     ),
     "starts": StatusCheck(pending_claims.starts, (Listing.PENDING, Listing.PLANS)),
+    "releases": StatusCheck(pending_claims.releases, (Listing.PENDING,)),
     "health": StatusCheck(nodes.health, (Listing.SLICES,), (Listing.PLANS,)),
     "offers": StatusCheck(nodes.offers, (Listing.PLANS, Listing.SLICES)),
     "mode": StatusCheck(nodes.mode, (Listing.PLANS, Listing.SLICES), (Listing.LEASES,)),

@@ -97,7 +97,7 @@ def why(
         _print(reported, [() for _ in reported], output, client.clock, is_brief=True)
     explainer, where = Explainer(view), None if all_namespaces else namespace or "default"
     if name is None:
-        waiting = chain(explainer.pending(), explainer.unprepared())
+        waiting = chain(explainer.pending(), explainer.unprepared(), explainer.unreleased())
         explanations = [explanation for explanation in waiting if where in {None, _namespace(explanation)}]
     else:
         explanations = _named(client, explainer, name, namespace or "default")

@@ -1,4 +1,4 @@
-"""The checks of ``tessera status`` about claims that are pending, and claims that can not be prepared (pure)."""
+"""The checks of ``tessera status`` about claims that are pending, or can not be prepared or released (pure)."""
 
 from __future__ import annotations
 
@@ -104,6 +104,18 @@ def starts(snapshot: StatusSnapshot) -> CheckOutput:
         message = f"can't prepare claims ({listed(sorted(nodes))}): no pod is evicted, as the cause may be everywhere"
         remedy = "compare what they answer: tessera why -A; if node plugins were upgraded, roll back (docs/failures.md)"
         yield Problem(f"{len(nodes)} of {len(plans)} nodes", message, remedy)
+
+
+def releases(snapshot: StatusSnapshot) -> CheckOutput:
+    """Claims whose pods have ended and that their nodes can not release."""
+    unreleased = snapshot.unreleased
+    yield f"{counted(len(unreleased), 'claim')} can't be released" if unreleased else "no failed release"
+    for explanation in unreleased[:MAX_FINDINGS]:
+        namespace, _, name = explanation.claim.partition("/")
+        remedy = f"remove what the message names; details: tessera why claim/{name} -n {namespace}"
+        yield Problem(_about(explanation), explanation.message, remedy)
+    if (more := len(unreleased) - MAX_FINDINGS) > 0:
+        yield Problem(f"{more} more", "can't be released", "tessera why -A")
 
 
 def _counts(claims: Iterable[Explanation]) -> str:

@@ -96,7 +96,7 @@ class StatusSnapshot:
     slices         of the driver; ``others`` are NVIDIA's
     claims         with a device of the driver
     pending        all pending claims, with the reason that this command finds; ``unprepared`` those that are allocated
-                   and that their nodes can not prepare
+                   and that their nodes can not prepare, ``unreleased`` those that they can not release
     events         of the controller, about any object; ``node_events`` of node plugins, about their nodes
     plans          None if the CustomResourceDefinition is not installed
     daemon_set     None if there is none, or if it can't be read
@@ -115,6 +115,7 @@ class StatusSnapshot:
     claims: Sequence[Claim] = ()
     pending: Sequence[Explanation] = ()
     unprepared: Sequence[Explanation] = ()
+    unreleased: Sequence[Explanation] = ()
     events: Sequence[WrittenEvent] = ()
     node_events: Sequence[WrittenEvent] = ()
     classes: Sequence[DeviceClass] = ()
@@ -202,7 +203,7 @@ class SnapshotReader:
         claims = self._read(Listing.CLAIMS, f"{RESOURCE_GROUP}/resourceclaims", Claim)
         plans, own_leases = self._plans(), self._read(Listing.LEASES, leases(self._namespace), Object)
         version = self._client.get_object("/version")
-        pending, unprepared = self._explained() if plans is not None else ([], [])
+        pending, unprepared, unreleased = self._explained() if plans is not None else ([], [], [])
         snapshot = StatusSnapshot(
             self._driver,
             self._namespace,
@@ -215,6 +216,7 @@ class SnapshotReader:
             claims=[claim for claim in claims if any(result.driver == self._driver for result in claim.results)],
             pending=pending,
             unprepared=unprepared,
+            unreleased=unreleased,
             events=self._read(Listing.EVENTS, "/api/v1/events", WrittenEvent, EVENTS_OF_CONTROLLER),
             node_events=self._read(Listing.EVENTS, "/api/v1/events", WrittenEvent, EVENTS_OF_NODES),
             classes=self._read(Listing.CLASSES, f"{RESOURCE_GROUP}/deviceclasses", DeviceClass),
@@ -269,12 +271,12 @@ class SnapshotReader:
             return list(read_all(self._client, path, kind, {"fieldSelector": selector} if selector else {}))
         return []
 
-    def _explained(self) -> tuple[list[Explanation], list[Explanation]]:
-        """The claims that are pending, and those that can't be prepared."""
+    def _explained(self) -> tuple[list[Explanation], list[Explanation], list[Explanation]]:
+        """The claims that are pending, those that can't be prepared, and those that can't be released."""
         with self._recorded(Listing.PENDING):
             explainer = Explainer(read_cluster(self._client, self._driver))
-            return [*explainer.pending()], [*explainer.unprepared()]
-        return [], []
+            return [*explainer.pending()], [*explainer.unprepared()], [*explainer.unreleased()]
+        return [], [], []
 
     def _plans(self) -> Mapping[str, GpuNodePlan] | None:
         with self._recorded(Listing.PLANS):

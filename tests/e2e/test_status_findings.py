@@ -99,7 +99,7 @@ def test_a_state_directory_that_is_full_is_also_why_an_allocated_claim_waits(
     try:
         finds(cluster, "directories", "no claim can be prepared since")
         workloads.pod("blocked", workloads.claim("blocked", request("gpu-training")))
-        because = f"{plugin.node.name} has not prepared it: PrepareFailed: "
+        because = f"node {plugin.node.name} can't prepare it since "
         wait_for(lambda: because in run_command(cluster, "tessera why pod/blocked", "tessera"), SEEN_S, because)
     finally:
         filler.unlink()

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from driver.kube.events import Type
 from driver.kube.types import Reference
 from driver.model.gpu_health import ConditionType
+from kubelet_plugin.changes import ChangeNotifier
+from kubelet_plugin.health.failed_preparations import FailedPreparations
 from kubelet_plugin.reconcile.orphans import Orphans
 from kubelet_plugin.reconcile.recovery import ClaimReconciler
 from kubelet_plugin.status.events import PluginEvents
@@ -31,7 +33,10 @@ class Care:
         node, preparer, api = self.under.node, self.under.preparer, self.under.api
         self.orphans = Orphans(node, preparer, api, self.teller, self.orphans_of.append, lambda: self.now)
         search = self.orphans.search_if_due
-        self.reconciler = ClaimReconciler(node, preparer, self.teller, self.note, search, lambda: self.now)
+        notifier = ChangeNotifier()
+        self.failed = FailedPreparations(notifier, lambda: self.now)
+        observe = self.failed.observe
+        self.reconciler = ClaimReconciler(node, preparer, self.teller, self.note, search, observe, lambda: self.now)
 
     def look(self, after_s: float = 0.0) -> None:
         """One round, so much later."""

@@ -72,10 +72,12 @@ class MapCluster:
         self.held.setdefault(node, {}).update(dict.fromkeys(devices, shares))
         return self
 
-    def fails(self, claim: str, node: str, cause: str = "GPU", message: str = "NVML: 999") -> Self:
-        """``node`` reports since midnight that it can not prepare ``claim``."""
+    def fails(
+        self, claim: str, node: str, cause: str = "GPU", message: str = "NVML: 999", what: str = "unprepared"
+    ) -> Self:
+        """``node`` reports since midnight that it can not prepare (or release) ``claim``."""
         failed = {"claim": claim, "uid": claim, "since": "2026-11-26T00:00:00Z", "cause": cause, "message": message}
-        self.plans[node].setdefault("status", {}).setdefault("unprepared", []).append(failed)
+        self.plans[node].setdefault("status", {}).setdefault(what, []).append(failed)
         return self
 
     def offers(self, node: str, *devices: str) -> Self:

@@ -98,7 +98,7 @@ function notes(gpu) {
   texts.push(...gpu.overlaps.map(([one, other]) => `${one} and ${other} are both held, but overlap`));
   const holders = new Map(gpu.spans.filter((span) => span.holder).map((span) => [holderName(span.holder), span.holder]));
   for (const [name, holder] of holders) {
-    if (holder.notPrepared !== null) texts.push(`claim ${name}: ${holder.notPrepared}`);
+    if (holder.problem !== null) texts.push(`claim ${name}: ${holder.problem}`);
   }
   return texts.map((text) => note(`gpu-${gpu.number}: ${text}`));
 }

@@ -190,3 +190,21 @@ def test_what_a_node_reports_of_other_claims_is_not_believed(wrong: dict[str, st
     elsewhere = unprepared().node("n9", unprepared().plans["n0"])
     elsewhere.plans["n0"] = {}
     assert list(Explainer(elsewhere.view()).unprepared()) == []
+
+
+def test_a_claim_that_its_node_can_not_release_says_why_its_pod_stays_in_terminating() -> None:
+    cluster = (
+        MapCluster().gpu("n", 0).holds("team/a", "n", "gpu-0").fails("team/a", "n", message="IN_USE", what="unreleased")
+    )
+    metadata = {"namespace": "team", "deletionTimestamp": "2026-11-26T00:00:00Z"}
+    cluster.situation.pod("ends", "a", metadata=metadata, nodeName="n")
+    [explanation] = explained(cluster, "ends")
+    assert explanation.code == "NotReleased"
+    said = "node n can't release it since 2026-11-26T00:00:00Z: IN_USE; its pod stays in Terminating"
+    assert said in explanation.message
+    view = cluster.view()
+    assert [claim.code for claim in Explainer(view).unreleased()] == ["NotReleased"]
+    assert list(Explainer(view).unprepared()) == []
+    [span] = [span for node in cluster.map() for gpu in node.gpus for span in gpu.spans]
+    assert span.holder is not None
+    assert span.holder.problem == "node n can't release it since 2026-11-26T00:00:00Z: IN_USE"

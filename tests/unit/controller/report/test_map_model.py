@@ -281,7 +281,7 @@ def test_json_has_camel_case_and_plain_values() -> None:
             "state": "held",
             "devices": ["gpu-0"],
             "kinds": ["full"],
-            "holder": {"namespace": "team-a", "claim": "train", "deviceClass": "gpu-training", "notPrepared": None},
+            "holder": {"namespace": "team-a", "claim": "train", "deviceClass": "gpu-training", "problem": None},
             "foreign": False,
         }
     ]

@@ -60,7 +60,7 @@ def test_a_claim_that_its_node_can_not_prepare_is_listed_and_marked_on_its_gpu()
     assert shown["pendingCount"] == 1
     [span] = shown["nodes"][0]["gpus"][0]["spans"]
     said = "node n can't prepare it since 2026-11-26T00:00:00Z, because of the node itself: no space"
-    assert span["holder"]["notPrepared"] == said
+    assert span["holder"]["problem"] == said
 
 
 def test_long_lists_and_texts_of_tenants_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:

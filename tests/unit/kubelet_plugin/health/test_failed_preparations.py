@@ -80,9 +80,15 @@ def test_a_claim_that_is_prepared_or_released_is_reported_no_more(calls: Calls, 
     assert calls.changes == 2
 
 
-def test_a_release_that_fails_says_nothing_of_the_preparation(calls: Calls) -> None:
+def test_a_release_that_fails_is_reported_apart_until_it_succeeds(calls: Calls) -> None:
     calls.fail(HardwareError("IN_USE"), verb="unprepare")
     assert calls.failed.reported() == ()
+    [failed] = calls.failed.reported("unprepare")
+    assert (failed.claim, failed.message, failed.cause) == ("team/train", "IN_USE", FailureCause.GPU)
+    assert calls.changes == 1
+    calls.succeed("unprepare")
+    assert calls.failed.reported("unprepare") == ()
+    assert calls.changes == 2
 
 
 def test_another_cause_is_a_change_and_another_message_is_none(calls: Calls) -> None:

@@ -71,10 +71,13 @@ class TestWhatIsOwed:
             care.look()
             assert not care.troubles
             care.look(after_s=61)
+            [reported] = care.failed.reported("unprepare")
+            assert (reported.claim, reported.since) == ("default/infer", "1970-01-01T00:16:40Z")
             assert "default/infer can't be released" in care.troubles[SMALL, ConditionType.STUCK]
             assert "a process still uses it" in care.troubles[SMALL, ConditionType.STUCK]
         care.look(after_s=10)
         assert not care.troubles
+        assert care.failed.reported("unprepare") == ()
 
     def test_the_report_ends_too_when_the_kubelets_own_try_succeeds(self, node: NodeUnderTest, care: Care) -> None:
         claim = node.api.allocate("infer", SMALL)

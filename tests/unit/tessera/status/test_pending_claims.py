@@ -118,6 +118,20 @@ def test_it_is_a_finding_of_its_own_if_so_many_nodes_fail_that_nobody_is_evicted
     assert "5 of 10 nodes" not in [finding.about for finding in of_claims]
 
 
+def test_claims_that_can_not_be_released_are_findings() -> None:
+    assert result(SOUND, "releases").summary == "no failed release"
+    unreleased = [Explanation(f"team/c{number}", (), "NotReleased", "IN_USE") for number in range(5)]
+    shown = result(replace(SOUND, unreleased=unreleased), "releases")
+    assert shown.summary == "5 claims can't be released"
+    assert [finding.about for finding in shown.findings] == [
+        "claim team/c0",
+        "claim team/c1",
+        "claim team/c2",
+        "2 more",
+    ]
+    assert shown.findings[0].remedy.endswith("details: tessera why claim/c0 -n team")
+
+
 def test_an_object_that_the_controller_cannot_read_is_a_finding() -> None:
     about = InvolvedObject("ResourceClaim", "odd", "team", "u")
     event = WrittenEvent(about, UNREADABLE, "it can't be read: x", stamp(NOW))
