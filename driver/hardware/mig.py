@@ -13,7 +13,7 @@ from typing import Any
 import pynvml
 
 from driver.errors import HardwareError
-from driver.hardware.nvml_errors import UNKNOWN_NUMBER, nvml_call, refused
+from driver.hardware.nvml_errors import REMEDIES, UNKNOWN_NUMBER, nvml_call, refused
 from driver.model.gpu import Gpu, Partition, Placement, Profile
 
 GONE = pynvml.NVML_ERROR_NOT_FOUND
@@ -49,7 +49,8 @@ class MigOperations:
         if activation != pynvml.NVML_SUCCESS:
             raise refused(what, pynvml.NVMLError(activation))
         if self.mig_enabled(gpu) != enabled:
-            raise HardwareError(f"{what}: NVML says SUCCESS, but the mode is only pending; the GPU needs a reset")
+            pending = pynvml.NVML_ERROR_RESET_REQUIRED
+            raise HardwareError(f"{what}: NVML says SUCCESS, but the mode is only pending; {REMEDIES[pending]}")
 
     def request_mig_mode(self, gpu: Gpu) -> bool:
         """Request MIG mode; False where it takes effect only with a reset of the GPU."""

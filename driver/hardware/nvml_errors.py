@@ -26,8 +26,13 @@ REMEDIES = {
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "libnvidia-ml.so.1 was not found",
     pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "the nvidia kernel module is not loaded",
     pynvml.NVML_ERROR_NO_PERMISSION: "the plugin must run as root",
-    pynvml.NVML_ERROR_IN_USE: "a process still uses it",
-    pynvml.NVML_ERROR_RESET_REQUIRED: "the GPU needs a reset",
+    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "the loaded kernel module is older than the libraries: reboot the node",
+    pynvml.NVML_ERROR_IN_USE: "a process still uses it; outside of pods usually dcgm-exporter or nvidia-persistenced",
+    pynvml.NVML_ERROR_RESET_REQUIRED: (
+        "the GPU needs a reset: stop DCGM and nvidia-persistenced, then nvidia-smi --gpu-reset; or reboot the node "
+        "where a reset is not supported"
+    ),
+    pynvml.NVML_ERROR_UNKNOWN: "the kernel's log says more (dmesg | grep -i nvrm); reset the GPU or reboot the node",
     pynvml.NVML_ERROR_GPU_IS_LOST: "the GPU fell off the bus; the node needs a reboot",
 }
 """Explanations of common NVML errors."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from pynvml import NVML_ERROR_IN_USE
+
 from driver.errors import HardwareError
-from driver.hardware.device_nodes import DeviceNode
+from driver.hardware.device_nodes import CONTROL_NODES, DeviceNode
 from driver.hardware.host import Host
 from driver.model.device import Device
 from driver.model.gpu import Gpu, MigMode, Partition, Placement, Profile
@@ -115,11 +117,14 @@ class Partitions:
         partition = self._recorded(gpu, record)
         if partition is None:
             return
-        if partition.compute_instance_id is not None:
-            with self._step(NodeStep.DESTROY_COMPUTE_INSTANCE, gpu=gpu.uuid, device=record.device):
-                self.host.destroy_compute_instance(gpu, partition)
-        with self._step(NodeStep.DESTROY_GPU_INSTANCE, gpu=gpu.uuid, device=record.device):
-            self.host.destroy_gpu_instance(gpu, partition)
+        try:
+            if partition.compute_instance_id is not None:
+                with self._step(NodeStep.DESTROY_COMPUTE_INSTANCE, gpu=gpu.uuid, device=record.device):
+                    self.host.destroy_compute_instance(gpu, partition)
+            with self._step(NodeStep.DESTROY_GPU_INSTANCE, gpu=gpu.uuid, device=record.device):
+                self.host.destroy_gpu_instance(gpu, partition)
+        except HardwareError as error:
+            raise self._with_search(gpu, partition, error) from error
         log.info("removed partition", extra={"gpu": gpu.uuid, "device": record.device, "uuid": partition.uuid})
 
     def _recorded(self, gpu: Gpu, record: DeviceRecord) -> Partition | None:
@@ -154,12 +159,23 @@ class Partitions:
                 with self._step(NodeStep.SET_MIG_MODE, gpu=gpu.uuid, mode="on" if enabled else "off"):
                     self.host.set_mig_mode(gpu, enabled=enabled)
             except HardwareError as error:
-                self._outcomes.change_failed(gpu, GpuChange.SWITCH, error)
-                raise
+                explained = self._with_search(gpu, None, error)
+                self._outcomes.change_failed(gpu, GpuChange.SWITCH, explained)
+                raise explained from error
             self._outcomes.change_succeeded(gpu, GpuChange.SWITCH)
             log.info("switched MIG mode", extra={"gpu": gpu.uuid, "mode": "on" if enabled else "off"})
         if gpu.mig_mode.in_force != enabled:
             self._inventory.set_mig_mode(gpu, MigMode.ENABLED if enabled else MigMode.DISABLED)
+
+    def _with_search(self, gpu: Gpu, partition: Partition | None, error: HardwareError) -> HardwareError:
+        """``error``, with the command that finds the process if one is in the way."""
+        if error.code != NVML_ERROR_IN_USE:
+            return error
+        try:
+            paths = [node.path for node in self.nodes(gpu, partition) if node.path not in CONTROL_NODES]
+        except HardwareError:
+            paths = [f"/dev/nvidia{gpu.minor}"]
+        return HardwareError(f"{error}; on the node: lsof {' '.join(paths)}", error.code)
 
     def _check_shareable(self, device: Device) -> None:
         mode = self.host.compute_mode(device.gpu)
@@ -220,5 +236,6 @@ def occupied(device: Device, partition: Partition) -> HardwareError:
     return HardwareError(
         f"{device}: memory slices {partition.placement} of {device.gpu.uuid} are taken by GPU instance "
         f"{partition.gpu_instance_id} ({names.get(partition.profile_id, 'unknown profile')}), which no claim of "
-        "Tessera's holds; remove it (nvidia-smi mig -dci, -dgi) or leave this GPU out"
+        "Tessera's holds; remove it (nvidia-smi mig -dci, -dgi), offer it as it is (--existing-partitions publish), or "
+        "leave this GPU out (--exclude-gpus)"
     )

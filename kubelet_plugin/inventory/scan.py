@@ -150,7 +150,8 @@ class Scanner:
                     gpu = by_uuid[where]
                     message = (
                         f"GPU {gpu.index} ({gpu.uuid}) changes its MIG mode with the next reset, and offers until then "
-                        f"what it did before. With nothing running on it: nvidia-smi --gpu-reset -i {gpu.index}"
+                        f"what it did before. With nothing running on it, DCGM and nvidia-persistenced stopped: "
+                        f"nvidia-smi --gpu-reset -i {gpu.index}; or reboot the node where a reset is not supported"
                     )
                     self._events.node("GpuNeedsReset", message)
                     self.scan_soon()  # so that the slices show it, too

@@ -10,6 +10,7 @@ from controller.explain.sources.availability import listed
 from driver.kube.reads import minor_version
 from driver.kube.slice_types import ResourceSlice, SliceDevice
 from driver.kube.types import Claim, GpuNodePlan
+from driver.model.gpu_health import ConditionType
 from driver.model.plan import COMPLETE, COUNTERS_FIELD, PUBLISH, FaultKind, GpuReport, OfferMode, PlanMode
 from driver.slices.pool_names import Pool
 from kubelet_plugin.coexistence.other_drivers import NodeSigns, find_other_drivers
@@ -21,15 +22,22 @@ from tessera.tables_and_drawings import counted
 FAULT_TAINTS = ("unavailable", "unhealthy")
 
 SELF_CLEARING: Mapping[str, str] = {
-    "unhealthy=stuck": "a partition of an ended claim can't be removed: end the process that still uses it "
-    "(nvidia-smi on the node; the Event UnprepareFailed of the claim says why); it is tried again every 10 s",
+    "unhealthy=stuck": "its claim has ended and it can't be removed: end the process that still uses it, outside of "
+    "pods usually dcgm-exporter or nvidia-persistenced (the Event UnprepareFailed of the claim has the lsof that finds "
+    "it); it is tried again every 10 s",
     "unhealthy=lost": "a partition of a running claim is gone: make room for it on the GPU, or delete the claim's pod",
     "unhealthy=failing": "the Event GpuUnhealthy on the Node says what the hardware answered: end what uses the GPU "
     "outside of Kubernetes (dcgm-exporter, nvidia-persistenced; lsof /dev/nvidia*), or reset it; it is tried again "
     "every 30 s to 10 minutes",
+    "unhealthy=needs-reset": "when no pod uses it: stop DCGM and nvidia-persistenced, then nvidia-smi --gpu-reset on "
+    "the node, or reboot the node where a reset is not supported; it is used again when NVML reports no action",
+    "unhealthy=needs-reboot": "drain and reboot the node; it is used again when NVML reports no action any more",
     "unavailable": "the GPU does not answer: docs/health.md; it is used again as soon as it does",
 }
-"""Remedies of faults that the node plugin ends by itself; ``tessera uncordon`` has no effect on them."""
+"""Remedies of faults that the node plugin ends by itself as soon as their cause does, without ``tessera uncordon``."""
+
+OF_ONE_DEVICE = {kind.value for kind in ConditionType}
+"""Values of taints about a partition, not about its GPU."""
 
 KARPENTER = "karpenter.sh/nodepool"
 
@@ -233,14 +241,17 @@ def _refused_gpus(snapshot: StatusSnapshot, node: str) -> int:
 
 
 def _unhealthy(snapshot: StatusSnapshot) -> dict[str, str]:
-    """The fault of each unhealthy GPU: by taints, and by the plan for GPUs that are in no slice."""
+    """The fault of each unhealthy GPU or partition: by taints, and by the plan for GPUs that are in no slice."""
     unhealthy: dict[str, str] = {}
     for item in snapshot.slices:
         for device in item.spec.devices:
             for taint in device.taints:
                 key = taint.key.partition("/")[2]
                 if key in FAULT_TAINTS:
-                    unhealthy.setdefault(_gpu_of(item, device), "=".join(filter(None, (key, taint.value))))
+                    where = _gpu_of(item, device)
+                    if taint.value in OF_ONE_DEVICE:
+                        where = f"{item.spec.node_name}/{device.name}"
+                    unhealthy.setdefault(where, "=".join(filter(None, (key, taint.value))))
     for plan in _served(snapshot):
         for state in readable_reports(plan):
             name = GpuName(plan.metadata.name, state.number, state.gpu.uuid)

@@ -41,8 +41,9 @@ ADVICE: Mapping[str, str] = {
     ReasonCode.DEDICATED: "change a label, end the node's other driver (docs/troubleshooting.md), or change the claim",
     ReasonCode.CORDONED: "uncordon the GPU: tessera uncordon",
     ReasonCode.FAULT: "repair the GPU or uncordon it (docs/health.md), or change the claim",
-    ReasonCode.RESET: "reset one of them when it is idle (docs/health.md), or change the claim",
-    ReasonCode.FOREIGN: "end the partitions that Tessera did not make, or change the claim",
+    ReasonCode.RESET: "reset one of them when it is idle (docs/health.md), reboot its node, or change the claim",
+    ReasonCode.FOREIGN: "remove the partitions that Tessera did not make, or offer them as they are "
+    "(--existing-partitions publish), or change the claim",
     ReasonCode.NO_GPUS: "see node plugins",
     ReasonCode.NOT_PUBLISHED: "start its plugin again, or read the log; its kubelet if a claim still has a device",
     ReasonCode.TAINTED: "delete the DeviceTaintRule, or tolerate its taint in the claim",

@@ -191,6 +191,20 @@ def test_a_mode_that_was_not_activated_is_an_error(simulated: SimulatedNode, cod
     assert refused.value.code == code
 
 
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [
+        (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "the loaded kernel module is older than the libraries: reboot"),
+        (pynvml.NVML_ERROR_UNKNOWN, "dmesg"),
+        (pynvml.NVML_ERROR_IN_USE, "dcgm-exporter or nvidia-persistenced"),
+        (pynvml.NVML_ERROR_RESET_REQUIRED, "or reboot the node where a reset is not supported"),
+    ],
+)
+def test_an_error_of_nvml_says_what_helps(simulated: SimulatedNode, code: int, remedy: str) -> None:
+    with pytest.raises(HardwareError, match=remedy):
+        discover(simulated, nvmlDeviceGetCount=fails(code))
+
+
 def test_a_mode_that_is_only_pending_after_success_is_an_error(simulated: SimulatedNode) -> None:
     host = host_of(simulated, nvmlDeviceSetMigMode=lambda *_: pynvml.NVML_SUCCESS)
     with pytest.raises(HardwareError, match=r"switching MIG mode on on GPU-.*only pending; the GPU needs a reset"):

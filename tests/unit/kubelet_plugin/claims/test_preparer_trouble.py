@@ -143,7 +143,9 @@ def test_a_partition_still_in_use_is_reported_and_stays_held_until_it_is_free(no
     [partition] = node.partitions()
     assert partition.uuid is not None
     with process_on(node.simulated, partition.uuid):
-        with pytest.raises(HardwareError, match=r"IN_USE .*a process still uses it"):
+        holders = "a process still uses it; outside of pods usually dcgm-exporter or nvidia-persistenced"
+        nodes = r"lsof /dev/nvidia0 /dev/nvidia-caps/nvidia-cap\d+ /dev/nvidia-caps/nvidia-cap\d+"
+        with pytest.raises(HardwareError, match=rf"IN_USE \(19, {holders}\); on the node: {nodes}$"):
             node.preparer.unprepare(claim)
         assert node.held() == {SMALL}
         assert "gpu-0" not in node.offered()

@@ -95,6 +95,13 @@ def test_a_fault_that_ends_by_itself_is_not_explained_with_uncordon(value: str, 
     assert ("uncordon" in finding.remedy) is (value == "xid-79")
 
 
+@pytest.mark.parametrize(("value", "name"), [("stuck", "gpu-0-mig-1g10gb-0"), ("xid-48", "gpu-0")])
+def test_a_partition_that_can_not_be_removed_is_named_and_not_its_gpu(value: str, name: str) -> None:
+    taint = {"key": "gpu.tessera.dev/unhealthy", "value": value, "effect": "NoSchedule"}
+    (finding,) = result(replace(SOUND, slices=[item(name="gpu-0-mig-1g10gb-0", taints=[taint])]), "health").findings
+    assert finding.about == f"{NODE}/{name}"
+
+
 def test_a_tree_that_was_never_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
     def version_of(package: str) -> str:
         raise PackageNotFoundError(package)
