@@ -94,7 +94,7 @@ def hostile_claims() -> Iterator[tuple[str, str]]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with control_plane("hostile") as running:
-        install(running)
+        install(running, {"admission": {"maxDevices": 0, "maxPartitions": 0}})
         yield running
 
 

@@ -52,7 +52,7 @@ DEFINITION = {
 def cluster() -> Iterator[Cluster]:
     """A control plane with a controller that reads Kueue's queue and lists nothing else."""
     with control_plane("kueue-queue") as running:
-        install(running, {"controller": {"kueue": True}})
+        install(running, {"controller": {"kueue": True}, "admission": {"maxDevices": 0, "maxPartitions": 0}})
         running.apply([DEFINITION])
         # A controller that finds no Workloads at its start asks again a minute later.
         wait_for(lambda: running.api.get(QUEUE), SOON_S, "Workloads are served")

@@ -53,7 +53,7 @@ def all_reported(controller: ControllerProcess) -> bool:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with control_plane("why") as running:
-        install(running)
+        install(running, {"admission": {"maxDevices": 0, "maxPartitions": 0}})
         yield running
 
 

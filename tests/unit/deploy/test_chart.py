@@ -47,7 +47,8 @@ POLICIES = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
 FENCE, ONE_SHARE = "tessera-fence", "one-share-of-a-gpu.gpu.tessera.dev"
 PARAMETERS, MISUSE = "valid-parameters.gpu.tessera.dev", "fitting-class.gpu.tessera.dev"
 ALL = "no-allocation-mode-all.gpu.tessera.dev"
-ADMISSION = [MISUSE, ALL, ONE_SHARE, PARAMETERS]
+CLAIM_SIZE, RESOURCE_SIZE = "claim-size.gpu.tessera.dev", "extended-resource-size.gpu.tessera.dev"
+ADMISSION = [MISUSE, ALL, ONE_SHARE, PARAMETERS, CLAIM_SIZE, RESOURCE_SIZE]
 LABELS = "node-labels.gpu.tessera.dev"
 BOUNDARIES = [LABELS, *(f"own-{what}.gpu.tessera.dev" for what in ("claims", "events", "fence", "plan", "slices"))]
 """Part of the rights: what a node's token, and the right to patch Nodes, may not do."""
@@ -65,7 +66,7 @@ NODE_PLUGIN = Counter(["DaemonSet"])
 UNINSTALLING = Counter(["ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"])
 CONTROLLER = Counter(["Deployment", "PodDisruptionBudget"])
 PROCESSES = NODE_PLUGIN + CONTROLLER
-EVERYTHING = RIGHTS_ALONE + PROCESSES + Counter({CRD: 1, "DeviceClass": len(CLASSES), **dict.fromkeys(POLICIES, 5)})
+EVERYTHING = RIGHTS_ALONE + PROCESSES + Counter({CRD: 1, "DeviceClass": len(CLASSES), **dict.fromkeys(POLICIES, 7)})
 
 NO_CLASSES = dict.fromkeys(CLASSES, False)
 OFF = {"enabled": False}
@@ -294,6 +295,10 @@ def test_the_admission_policies_know_every_class() -> None:
     policies = of_kind(POLICIES[0], rendered())
     variables = {each["name"]: each["expression"] for each in policies[MISUSE]["spec"]["variables"]}
     assert json.loads(variables["types"]).keys() == CLASSES.keys()
+    sizes = {each["name"]: each["expression"] for each in policies[CLAIM_SIZE]["spec"]["variables"]}
+    kinds = json.loads(sizes["kinds"])
+    partitions = {name for name in CLASSES if name.startswith("gpu-inference")}
+    assert (kinds.keys(), {name for name in kinds if kinds[name] == "partition"}) == (CLASSES.keys(), partitions)
     assert all(f'"{name}"' in json.dumps(policies[ALL]["spec"]).replace("\\", "") for name in CLASSES)
 
 
@@ -315,6 +320,7 @@ def test_only_the_named_classes_get_their_resource_name() -> None:
         ({"admission": OFF}, ADMISSION),
         ({"admission": {"parameters": False}}, [PARAMETERS]),
         ({"admission": {"misuse": False}}, [MISUSE]),
+        ({"admission": {"maxDevices": 0, "maxPartitions": 0}}, [CLAIM_SIZE, RESOURCE_SIZE]),
         ({"controller": OFF}, [ALL]),
         ({"controller": {"nodeLabels": "none"}}, [LABELS]),
     ],
