@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from deviceclasses.cel import nodes
 from deviceclasses.cel.nodes import COMPARISONS, FLIPPED, Expr, children
@@ -44,9 +45,11 @@ def reads_of(root: Expr) -> tuple[tuple[Read, ...], bool]:
     return tuple(reads), len(reads) < len(paths)
 
 
-def comparisons_of(expression: str) -> Iterator[Comparison]:
+@lru_cache(128)
+def comparisons_of(expression: str) -> tuple[Comparison, ...]:
     """Every comparison with a literal; ``in`` a list is one with each member. Raises CelError."""
-    return (comparison for comparison in _walk(parse(expression), {"device": ()}) if isinstance(comparison, Comparison))
+    found = _walk(parse(expression), {"device": ()})
+    return tuple(comparison for comparison in found if isinstance(comparison, Comparison))
 
 
 def _walk(node: Expr, known: Mapping[str, Path]) -> Iterator[Path | Comparison]:

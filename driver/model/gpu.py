@@ -12,14 +12,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta
+
+MemorySlice = Annotated[int, Meta(ge=0, le=64)]
+"""A number of memory slices, or the place of one. No GPU has more than 8: what a node reports bounds loops and masks."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Placement:
     """The placement of a partition: memory slices ``start`` to ``start + size - 1``."""
 
-    start: int
-    size: int
+    start: MemorySlice
+    size: MemorySlice
 
     @property
     def mask(self) -> int:
@@ -119,7 +125,7 @@ class Gpu:
     ecc: bool | None
     mig_capable: bool
     mig_mode: MigMode
-    memory_slices: int
+    memory_slices: MemorySlice
     profiles: tuple[Profile, ...]
     simulated: bool
 

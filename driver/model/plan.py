@@ -11,12 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from driver.clock import read_time, written_time
 from driver.errors import StateError
+from driver.model.device import MOST_SHARES
 from driver.model.gpu import Gpu, NvLink, Profile
 from driver.model.offer import Offer, parsed_offers
 
@@ -265,9 +266,9 @@ class GpuReport:
 
     gpu: Gpu
     number: int
-    shares: int = 0
+    shares: Annotated[int, msgspec.Meta(ge=0, le=MOST_SHARES)] = 0
     shares_only: bool = False
-    foreign: int = 0
+    foreign: Annotated[int, msgspec.Meta(ge=0)] = 0
     fault: str | None = None
     fault_kind: FaultKind | None = None
     condition: str | None = None
@@ -300,7 +301,7 @@ def states_of(inventory: str) -> list[GpuReport]:
         decoded = _INVENTORY.decode(inventory)
         geometries = tuple(map(_shared_profiles, decoded.geometries))
         return [replace(_classified(state), gpu=_shared(state.gpu, geometries[place])) for state, place in decoded.gpus]
-    except (msgspec.MsgspecError, LookupError) as error:
+    except (msgspec.MsgspecError, LookupError, RecursionError) as error:
         raise StateError(f"status.inventory of a plan can't be read: {error}") from error
 
 

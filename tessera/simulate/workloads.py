@@ -153,7 +153,7 @@ def _convert(document: Document, content: Any, kind: type[Parsed]) -> Parsed:
 def _checked(document: Document, content: Any, kind: type[Parsed]) -> Parsed:
     try:
         return msgspec.convert(_without_null(content), kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise UsageError(f"{_place(document)}: {error}") from error
 
 

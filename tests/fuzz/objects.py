@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
-from tests.support.queues import DRIVER, OURS, profile, selected_by
+from driver.model.plan import GpuReport, encode_inventory
+from tests.support.queues import DRIVER, OURS, gpu_in, profile, selected_by
 
 Object = dict[str, Any]
 
@@ -21,6 +22,7 @@ CLASSES = ("any", "gpu-training", "missing", "x" * 253)
 STRINGS = ("", "x", "é😀", "\u0000", "x" * 253, "9" * 5000, "1e999", "-1", "../../etc", "%s{}", "\u202e", "null")
 QUANTITIES = ("1", "0", "-1", "1Ei", "9" * 18, "1e18", "40Gi", "0.1m", "1e-9", "999999999999E")
 NODES = ("a", "b", "none")
+INVENTORY = encode_inventory([GpuReport(gpu_in("a", 0), 0), GpuReport(gpu_in("a", 1), 1, shares=4)])
 
 
 def nested(depth: int, opening: str = '{"a":', closing: str = "}") -> str:
@@ -51,10 +53,23 @@ class Hostile:
         body = makers[kind]()
         if self._one_in(20):
             self._spoil(body)
-        text = json.dumps({"metadata": metadata, **body}, ensure_ascii=self._one_in(2))
+        return f"{metadata.get('namespace', '')}/{metadata['name']}", self._text({"metadata": metadata, **body})
+
+    def workload(self, version: str, kind: str, field: str) -> str:
+        """JSON text of a workload with a pod template, whose ``field`` is the number of pods."""
+        self._untyped.clear()
+        spec = {field: self.number(), "template": {"spec": self._pod()["spec"]}}
+        return self._text({"apiVersion": version, "kind": kind, "metadata": self._metadata("pods", 1), "spec": spec})
+
+    def number(self) -> int:
+        """A number of pods or nodes; nearly always one that takes no time, or far too much."""
+        return int(self._pick(0, 1, 2, 10**6, 2**31, HUGE, 10**30, -1))
+
+    def _text(self, content: Object) -> str:
+        text = json.dumps(content, ensure_ascii=self._one_in(2))
         for number, untyped in enumerate(self._untyped):
             text = text.replace(f'"@untyped-{number}@"', untyped)
-        return f"{metadata.get('namespace', '')}/{metadata['name']}", text
+        return text
 
     # Pieces
 
@@ -242,8 +257,20 @@ class Hostile:
         return {"spec": {"deviceSelector": self._pick(selector, {}, None), "taint": taint}}
 
     def _plan(self) -> Object:
-        inventory = self._pick("", "x", "[]", nested(2000), '{"gpus":null}', "x" * 10_000)
+        inventory = self._pick("", "x", "[]", nested(2000), '{"gpus":null}', "x" * 10_000, self._inventory())
         return {"spec": {}, "status": {"mode": self._pick("Planned", "Alone", "Future"), "inventory": inventory}}
+
+    def _inventory(self) -> str:
+        """The inventory of a node with some other numbers."""
+        content = json.loads(INVENTORY)
+        for _ in range(self._random.randint(0, 3)):
+            at: Any = content
+            while isinstance(at, dict | list) and at:
+                parent, key = at, self._random.choice(list(at) if isinstance(at, dict) else range(len(at)))
+                at = parent[key]
+            if isinstance(at, int) and not isinstance(at, bool):
+                parent[key] = self._pick(-1, 0, 1, 63, 1000, 10**6, HUGE)
+        return json.dumps(content)
 
     def _spoil(self, body: Object) -> None:
         """Give something in ``body`` a wrong type."""

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from controller.cluster.cache import ClusterCache
+from controller.cluster.device_index import DeviceIndex
 from controller.cluster.fleet import Fleet
+from controller.cluster.fleet_builder import FleetBuilder
 from controller.curation.counters_planner import CountersPlanner
 from controller.curation.overdue_claims import WiderOffers
 from controller.demand.demand import demand_of
@@ -19,8 +21,10 @@ from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import Queue
 from controller.explain.pipeline import reasons_in
 from controller.explain.situation import Situation
+from controller.report.cluster_view import ClusterView
 from driver.placement.measure import Measure
 from driver.placement.ranking import Ranking
+from tests.fuzz.answers import Answers
 from tests.fuzz.objects import Hostile
 from tests.support.queues import DRIVER, node_of
 
@@ -29,6 +33,9 @@ STALL_SECONDS = 10.0
 
 PAUSE = 5
 """Pause after a decision, in times of what it took."""
+
+OBJECTS_OF_COMMANDS = 100
+"""One of so many objects is given to the commands for files, which take longer."""
 
 SHARE = {
     "resourceclaims": 57,
@@ -92,9 +99,11 @@ class Report:
 
     objects: int = 0
     decisions: int = 0
+    answers: int = 0
     unreadable: int = 0
     slowest_event_seconds: float = 0.0
     slowest_decision_seconds: float = 0.0
+    slowest_answer_seconds: float = 0.0
     failures: list[str] = field(default_factory=list)
 
 
@@ -119,12 +128,19 @@ class Decider:
         self._matching = Matching(DRIVER)
         self._wider_offers = WiderOffers()
         self._curator = CountersPlanner(Ranking(Measure()), offers=2)
+        self._builder = FleetBuilder()
 
-    def decide(self) -> None:
+    def decide(self) -> tuple[ClusterView, ClusterView]:
+        """What people see afterwards: of this fleet, and of the GPUs that nodes report."""
         seen = self._cache.snapshot()
         queue = Queue(seen.cluster, self._fleet, self._matching)
         self._curator.curate(self._fleet, demand_of(queue, self._wider_offers.widened(queue)), (), ())
-        reasons_in(Situation(queue))
+        reasons = reasons_in(Situation(queue))
+        reported = self._builder.build(seen.views, seen.changed)
+        return (
+            ClusterView(seen, self._fleet, DeviceIndex(), queue, decided=reasons),
+            ClusterView(seen, reported, DeviceIndex(), Queue(seen.cluster, reported, self._matching)),
+        )
 
 
 def fuzz(objects: int, seed: int, progress: Callable[[str], None] = lambda _: None) -> Report:
@@ -132,22 +148,27 @@ def fuzz(objects: int, seed: int, progress: Callable[[str], None] = lambda _: No
     stop, report, tracebacks = threading.Event(), Report(), Tracebacks()
     wire = Wire(objects, seed, stop)
     cache = ClusterCache(wire, DRIVER, lambda: None)  # type: ignore[arg-type]
-    decider = Decider(cache)
+    decider, answers, hostile = Decider(cache), Answers(), Hostile(seed)
     logging.getLogger().addHandler(tracebacks)
     threads = cache.start(stop)
-    told = time.monotonic()
+    told, commands = time.monotonic(), 0
     try:
         while not report.failures:
             done = wire.done
             if cache.synced:
                 began = time.thread_time()
-                decider.decide()
+                views = decider.decide()
                 took = time.thread_time() - began
                 report.slowest_decision_seconds = max(report.slowest_decision_seconds, took)
                 report.decisions += 1
+                for view in views:
+                    answers.of_view(view)
                 report.unreadable = max(report.unreadable, len(cache.unreadable()))
                 stop.wait(PAUSE * took)  # the objects are made and read by threads of this process, too
-            report.failures += tracebacks.found
+            for number in range(commands, sum(wire.sent.values()) // OBJECTS_OF_COMMANDS):
+                answers.of_commands(hostile, number)
+                commands = number + 1
+            report.failures += tracebacks.found + answers.failures
             if time.monotonic() - told > 10:
                 told = time.monotonic()
                 progress(f"{sum(wire.sent.values())} of {objects} objects, {report.decisions} decisions")
@@ -161,6 +182,7 @@ def fuzz(objects: int, seed: int, progress: Callable[[str], None] = lambda _: No
         logging.getLogger().removeHandler(tracebacks)
         for thread in threads:
             thread.join(STALL_SECONDS)
+    report.answers, report.slowest_answer_seconds = answers.count, answers.slowest_seconds
     report.objects, report.slowest_event_seconds = sum(wire.sent.values()), wire.slowest
     report.failures += [f"{resource} was listed {count} times" for resource, count in wire.lists.items() if count > 1]
     if max(report.slowest_event_seconds, report.slowest_decision_seconds) > STALL_SECONDS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from driver.errors import StateError
 from driver.model.plan import FaultKind, GpuReport, encode_inventory, states_of
 from tests.support.gpus import gpu_of
 
@@ -35,3 +36,21 @@ def test_a_kind_that_only_a_later_version_knows_leaves_the_gpu_unavailable() -> 
     reported = GpuReport(gpu_of(), 0, fault="failing: it refused to be cut", fault_kind=FaultKind.UNHEALTHY)
     [report] = states_of(encode_inventory([reported]).replace('"Unhealthy"', '"Failing"'))
     assert (report.fault, report.fault_kind) == ("failing: it refused to be cut", FaultKind.UNAVAILABLE)
+
+
+@pytest.mark.parametrize(
+    ("written", "hostile"),
+    [
+        ('"memory_slices":8', '"memory_slices":9223372036854775807'),
+        ('"size":1}', '"size":1000000000}'),
+        ('"start":0', '"start":-1'),
+        ('"shares":4', '"shares":100000000'),
+        ('"foreign":0', '"foreign":-1'),
+        ('"simulated":true', f'"simulated":true,"later":{"[" * 5000}{"]" * 5000}'),
+    ],
+)
+def test_numbers_of_a_node_that_no_gpu_has_make_its_inventory_unreadable(written: str, hostile: str) -> None:
+    inventory = encode_inventory([GpuReport(gpu_of(), 0, shares=4)])
+    assert written in inventory
+    with pytest.raises(StateError):
+        states_of(inventory.replace(written, hostile, 1))
