@@ -17,7 +17,7 @@ from typing import Annotated
 from msgspec import Meta
 
 MemorySlice = Annotated[int, Meta(ge=0, le=64)]
-"""A number of memory slices, or the place of one. No GPU has more than 8: what a node reports bounds loops and masks."""
+"""A number of memory slices, or the place of one. GPUs have up to 8; what a node reports bounds loops and masks."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -24,7 +24,7 @@ from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuShar
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
 from tests.harness.waiting import wait_for
-from tests.support.chart import install, rendered
+from tests.support.chart import ANY_SIZE, install, rendered
 from tests.support.control_plane import control_plane
 from tests.support.nic_driver import nic_class, nic_slice
 from tests.support.plugin import SLICES
@@ -56,7 +56,7 @@ SHIPPED = {each["metadata"]["name"]: each for each in rendered() if each["kind"]
 def cluster() -> Iterator[Cluster]:
     """With Tessera's chart, and the class of a NIC driver."""
     with control_plane("classes") as running:
-        install(running)
+        install(running, ANY_SIZE)
         running.apply(nic_class())
         # The policy is in force some milliseconds after it was created.
         two = "two shares of one GPU"

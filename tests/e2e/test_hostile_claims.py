@@ -22,7 +22,7 @@ from tests.fuzz.objects import nested
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
 from tests.harness.waiting import wait_for
-from tests.support.chart import install
+from tests.support.chart import ANY_SIZE, install
 from tests.support.control_plane import control_plane
 from tests.support.controller import ControllerProcess, plugins
 from tests.support.metrics import families, port_in
@@ -94,7 +94,7 @@ def hostile_claims() -> Iterator[tuple[str, str]]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with control_plane("hostile") as running:
-        install(running, {"admission": {"maxDevices": 0, "maxPartitions": 0}})
+        install(running, ANY_SIZE)
         yield running
 
 

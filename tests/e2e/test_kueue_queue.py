@@ -12,7 +12,7 @@ import pytest
 
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
-from tests.support.chart import install
+from tests.support.chart import ANY_SIZE, install
 from tests.support.control_plane import control_plane
 from tests.support.controller import ControllerProcess, plugins
 from tests.support.plugin import PluginFlags, PluginProcess
@@ -52,7 +52,7 @@ DEFINITION = {
 def cluster() -> Iterator[Cluster]:
     """A control plane with a controller that reads Kueue's queue and lists nothing else."""
     with control_plane("kueue-queue") as running:
-        install(running, {"controller": {"kueue": True}, "admission": {"maxDevices": 0, "maxPartitions": 0}})
+        install(running, {"controller": {"kueue": True}, **ANY_SIZE})
         running.apply([DEFINITION])
         # A controller that finds no Workloads at its start asks again a minute later.
         wait_for(lambda: running.api.get(QUEUE), SOON_S, "Workloads are served")

@@ -10,7 +10,7 @@ import pytest
 from driver.errors import ApiError
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
-from tests.support.chart import install
+from tests.support.chart import ANY_SIZE, install
 from tests.support.control_plane import control_plane
 from tests.support.plugin import DRIVER
 from tests.support.workloads import CLAIMS, TEMPLATES, request
@@ -62,7 +62,7 @@ def cluster() -> Iterator[Cluster]:
         for name, of in (("before", FULL), ("held", FULL)):
             running.api.post(CLAIMS, {"metadata": {"name": name}, "spec": {"devices": {"requests": [every(of)]}}})
         allocated(running, "held", "gpu")
-        install(running, {"controller": {"enabled": True}})
+        install(running, {"controller": {"enabled": True}, **ANY_SIZE})
         # For a claim alone: the answers for claim and template may differ in the moment in which it gets in force.
         everything = {"devices": {"requests": [every(FULL)]}}
         wait_for(lambda: POLICY in posted(running, CLAIMS, everything), 60, "the policy in force")

@@ -11,7 +11,7 @@ import yaml
 from driver.errors import ApiError
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
-from tests.support.chart import install
+from tests.support.chart import ANY_SIZE, install
 from tests.support.control_plane import control_plane
 from tests.support.plugin import DRIVER
 from tests.support.workloads import CLAIMS, PROJECT, TEMPLATES, request
@@ -31,7 +31,7 @@ DEVICE = f'device.attributes["{DRIVER}"]'
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with control_plane("misuse") as running:
-        install(running)
+        install(running, ANY_SIZE)
         bad = {"requests": [request(FULL)], "config": [parameters("ShareConfig")]}
         claim = {"metadata": {"name": "tried"}, "spec": {"devices": bad}}
         # Of a claim alone: what is said to claim and template may differ in the moment in which it gets in force.

@@ -14,7 +14,7 @@ from driver.config.opaque_parameters import InvalidParameters, parse_parameters
 from driver.errors import ApiError
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
-from tests.support.chart import install
+from tests.support.chart import ANY_SIZE, install
 from tests.support.control_plane import control_plane
 from tests.support.plugin import DRIVER
 from tests.support.workloads import CLAIMS, TEMPLATES, request
@@ -105,7 +105,7 @@ NEARLY = st.fixed_dictionaries(
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with control_plane("parameters") as running:
-        install(running)
+        install(running, ANY_SIZE)
         wait_for(lambda: refusal(running, [{}]), 60, "the policy is in force")
         yield running
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
-from tests.support.chart import install
+from tests.support.chart import ANY_SIZE, install
 from tests.support.control_plane import control_plane
 from tests.support.controller import ControllerProcess
 from tests.support.plugin import SLICES, PluginFlags, PluginProcess, bare_node
@@ -53,7 +53,7 @@ def all_reported(controller: ControllerProcess) -> bool:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with control_plane("why") as running:
-        install(running, {"admission": {"maxDevices": 0, "maxPartitions": 0}})
+        install(running, ANY_SIZE)
         yield running
 
 

@@ -20,7 +20,7 @@ from tests.harness.certs import Authority
 from tests.harness.cluster import Cluster
 from tests.harness.processes import ProcessTable, stop
 from tests.harness.waiting import wait_for
-from tests.support.chart import install
+from tests.support.chart import ANY_SIZE, install
 from tests.support.controller import ControllerProcess
 from tests.support.plugin import SLICES, TESSERA
 from tests.support.ports import kept_port
@@ -49,7 +49,7 @@ METRICS_CERTIFICATES = "kueue/metrics/certs"
 @contextmanager
 def curated_nodes(cluster: Cluster, count: int) -> Iterator[None]:
     """Simulated nodes, each with eight H100, and a controller that curates them; their pods run no container."""
-    install(cluster)
+    install(cluster, ANY_SIZE)
     controller = ControllerProcess(cluster, flags=("--min-published", "auto"))
     controller.start()
     client = KubeClient(load_configuration(cluster.kubeconfig), "test")

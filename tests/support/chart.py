@@ -35,6 +35,9 @@ Values = Mapping[str, Any]
 
 NO_PROCESS: Values = {"nodePlugin": {"enabled": False}, "controller": {"enabled": False}}
 
+ANY_SIZE: Values = {"admission": {"maxDevices": 0, "maxPartitions": 0}}
+"""No limit of the devices that one claim may ask for."""
+
 
 def install(cluster: Cluster, values: Values | None = None) -> None:
     """All that helm installs but the pods: most tests run node plugins and controllers as processes of their own.

@@ -77,7 +77,8 @@ def outcome(found: Object) -> dict[str, list[str] | str]:
 
 
 ONE = asked("gpu-inference-1g-10gb")
-UNENCODABLE = {"source": "FromClaim", "opaque": {"driver": "example.com", "parameters": "\ud800"}}
+PARAMETERS = {"source": "FromClaim", "opaque": {"driver": "example.com", "parameters": "\ud800"}}
+UNENCODABLE = {"status": {"allocation": {"devices": {"config": [PARAMETERS]}}}}
 NO_ROOM = "no node has nvidia.com/gpu, and no DeviceClass has it as extendedResourceName"
 MIXED_FAMILY = claim("both", asked("gpu-inference-3g-40gb", count=2), constraints=[matching(f"{OURS}/parentUUID")])
 OF_CLAIM = {"resourceClaims": [{"name": "gpu", "resourceClaimName": "shared"}]}
@@ -225,7 +226,7 @@ def test_wrong_options_are_named(arguments: list[str], message: str) -> None:
         (claim("a", exactly(allocationMode="Some")), 'allocationMode: "Some": accepted: ExactCount, All'),
         (template("a", exactly(capacity={"requests": {"memory": "much"}})),
          "requests[0].exactly.capacity.requests.memory: \"much\": 'much' is not a quantity"),
-        ({**claim("a", ONE), "status": {"allocation": {"devices": {"config": [UNENCODABLE]}}}}, "surrogates not allowed"),
+        ({**claim("a", ONE), **UNENCODABLE}, "surrogates not allowed"),
     ],
 )  # fmt: skip
 def test_a_manifest_that_can_not_be_read_is_named_with_its_document(content: Object, message: str) -> None:
