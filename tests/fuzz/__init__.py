@@ -1,1 +1,1 @@
-"""Hostile objects against the controller's reading and deciding: ``python -m tests.fuzz --help``."""
+"""Hostile objects against reading, deciding and answering: ``python -m tests.fuzz --help``."""
