@@ -86,7 +86,7 @@ class PlanReport:
             offer = Offer.parse(text)
             if offer is None or offer not in by_offer:
                 yield f"{text}: this node has no such device"
-            elif by_offer[offer].name not in publication.names:
+            elif by_offer[offer].name not in publication.names or self._is_held(by_offer[offer], plan):
                 yield f"{text}: {self._unpublished_reason(by_offer[offer], publication.offer_mode)}"
             elif offer.gpu in self.follower.memory.now.unpublished:
                 # Held devices that the plan lacks keep the offers of an unpublished GPU from being published.
@@ -94,11 +94,19 @@ class PlanReport:
                 if unplanned := ", ".join(sorted(held - plan.spec.held_devices)):
                     yield f"{text}: the plan lacks a device of its GPU that a claim still has: {unplanned}"
 
+    def _is_held(self, device: Device, plan: GpuNodePlan) -> bool:
+        """Whether a claim still has ``device`` of which ``plan`` knows nothing: it is published, but not offered.
+
+        So it is after a pod and its claim were deleted by force while the kubelet was down.
+        """
+        held = {held.name for held in self.follower.inventory.held_on(device.gpu)}
+        return device.name in held - plan.spec.held_devices
+
     def _unpublished_reason(self, device: Device, offer_mode: OfferMode) -> str:
         conflict = self.follower.inventory.conflict("", device)
         if conflict is not None:
             holder, held = conflict
-            return f"{holder.as_holder()} still has {held.name} on this node"
+            return f"{holder.as_holder()} still has {held.name} on this node until its kubelet releases it"
         present = "held" if offer_mode is OfferMode.COUNTERS else "published"
         return f"it does not fit beside the {present} devices, or its GPU can't be used at present"
 
