@@ -612,6 +612,12 @@ class GpuNodePlan(msgspec.Struct, frozen=True):
         """Whether the node follows this plan or an earlier one of the same epoch, by its status."""
         return self.status.mode is PlanMode.PLANNED and self.spec.epoch == self.status.epoch
 
+    @property
+    def versions_behind(self) -> int:
+        """How many versions the node that follows this plan has not followed yet."""
+        behind = self.metadata.generation - self.status.observed_generation
+        return max(0, behind) if self.status.mode is PlanMode.PLANNED else 0
+
 
 class WorkloadPodTemplate(Struct, frozen=True):
     spec: PodSpec = PodSpec()

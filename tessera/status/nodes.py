@@ -156,8 +156,7 @@ def _reason(offer_mode: OfferMode, dropped: Iterable[str], snapshot: StatusSnaps
 
 
 def _lagging(name: str, plan: GpuNodePlan) -> CheckOutput:
-    behind = plan.metadata.generation - plan.status.observed_generation
-    if plan.status.mode is PlanMode.PLANNED and behind > 0:
+    if behind := plan.versions_behind:
         yield Problem(name, f"is {counted(behind, 'version')} of its plan behind", "restart its plugin if it persists")
     for refused in plan.status.refused[:1]:
         more = f" and {len(plan.status.refused) - 1} more" if len(plan.status.refused) > 1 else ""

@@ -31,8 +31,8 @@ from tessera.cluster_options import ListOnceClient, find_plans
 EVENT_LIFETIME = timedelta(minutes=10)
 """Processes repeat the Event of a lasting condition every few minutes at the latest: an older Event is outdated."""
 
-LAG_SECONDS = 1.5
-"""Time that a node has to follow a new version of its plan and to report that."""
+LAG_SECONDS, LAG_INTERVAL_SECONDS = 6.0, 0.5
+"""Time that nodes have to follow a new version of their plan and to report that; it is read again meanwhile."""
 
 NODE_PLUGIN, CONTROLLER = "tessera-node", "tessera-controller"
 """ServiceAccounts of the processes, and names of the DaemonSet and the Deployment."""
@@ -281,10 +281,12 @@ class SnapshotReader:
     def _plans(self) -> Mapping[str, GpuNodePlan] | None:
         with self._recorded(Listing.PLANS):
             plans = find_plans(self._client)
-            if any(plan.metadata.generation > plan.status.observed_generation for plan in plans or ()):
-                time.sleep(LAG_SECONDS)  # a node that follows its plan has reported by then
+            first = {plan.metadata.name: plan.metadata.generation for plan in plans or ()}
+            until = time.monotonic() + LAG_SECONDS
+            while any(plan.versions_behind for plan in plans or ()) and time.monotonic() < until:
+                time.sleep(LAG_INTERVAL_SECONDS)
                 self._client.forget(PATH)
-                plans = find_plans(self._client)
+                plans = [_as_of(plan, first) for plan in find_plans(self._client) or ()]
             return None if plans is None else {plan.metadata.name: plan for plan in plans}
         return {}
 
@@ -296,3 +298,9 @@ class SnapshotReader:
         with suppress(ApiError):
             return list(read_all(self._client, path, Object, {"fieldSelector": f"metadata.name={name}"}))
         return []
+
+
+def _as_of(plan: GpuNodePlan, generations: Mapping[str, int]) -> GpuNodePlan:
+    """``plan`` with the version that it had before: its node has not had the time to follow a later one."""
+    generation = generations.get(plan.metadata.name, 0)
+    return msgspec.structs.replace(plan, metadata=msgspec.structs.replace(plan.metadata, generation=generation))

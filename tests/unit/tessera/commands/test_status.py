@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from driver.kube.lease import leases
 from driver.model.plan import PATH
 from tessera.cli import main
+from tessera.status import snapshot
 from tests.support.api_server import SLICES, Exchange, ObjectApi
 from tests.unit.tessera.status.test_checks import NOW, item, lease
 from tests.unit.tessera.test_cli import KUBECONFIG
@@ -145,6 +146,21 @@ def test_a_plan_that_its_node_follows_meanwhile_is_read_again(
 ) -> None:
     api.store(f"{SLICES}/a", spec=msgspec.to_builtins(item().spec))
     api.store(f"{PATH}/node-a", metadata={"name": "node-a", "generation": 2}, spec={}, status={"mode": "Planned"})
-    followed = {"mode": "Planned", "observedGeneration": 2}
-    monkeypatch.setattr("time.sleep", lambda _: api.store(f"{PATH}/node-a", spec={}, status=followed))
+
+    def follow(_: float) -> None:
+        """The node reports the version 2 while somebody writes the next one."""
+        metadata = {"name": "node-a", "generation": 3}
+        api.store(f"{PATH}/node-a", metadata=metadata, spec={}, status={"mode": "Planned", "observedGeneration": 2})
+
+    monkeypatch.setattr("time.sleep", follow)
     assert checks(kubeconfig)["mode"]["findings"] == []
+
+
+def test_a_node_that_does_not_follow_its_plan_is_a_finding(
+    api: StatusApi, kubeconfig: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "LAG_SECONDS", 1.0)
+    api.store(f"{SLICES}/a", spec=msgspec.to_builtins(item().spec))
+    api.store(f"{PATH}/node-a", metadata={"name": "node-a", "generation": 2}, spec={}, status={"mode": "Planned"})
+    [finding] = checks(kubeconfig)["mode"]["findings"]
+    assert finding["message"] == "is 2 versions of its plan behind"
