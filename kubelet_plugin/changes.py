@@ -18,8 +18,8 @@ from driver.model.gpu import Gpu
 class NodeEventSink(Protocol):
     """Records Events on the node (``PluginEvents``)."""
 
-    def node(self, reason: str, message: str, warning: bool = True) -> None:
-        """Record an Event. Does not block."""
+    def node(self, reason: str, message: str, warning: bool = True, about: str = "") -> None:
+        """Record an Event. Does not block. Each thing that Events of one reason are ``about`` has one of its own."""
 
 
 class GpuChange(StrEnum):

@@ -33,6 +33,7 @@ from driver.kube.types import (
     Metadata,
     Node,
     NodeSelector,
+    NodeStatus,
     Pod,
     Reference,
     Result,
@@ -299,9 +300,14 @@ def _kept_pod(found: Pod) -> Pod | None:
 
 
 def _kept_node(found: Node) -> Node:
-    """A Node with its labels."""
+    """A Node with its labels and the resources of NVIDIA's device plugin."""
     labels = {sys.intern(name): sys.intern(value) for name, value in found.metadata.labels.items()}
-    return Node(_metadata(found.metadata, labels), found.spec)
+    plugged = {
+        sys.intern(name): sys.intern(amount)
+        for name, amount in found.status.allocatable.items()
+        if name.startswith("nvidia.com/") and amount != "0"
+    }
+    return Node(_metadata(found.metadata, labels), found.spec, NodeStatus(allocatable=plugged))
 
 
 def _kept_plan(found: GpuNodePlan) -> GpuNodePlan:

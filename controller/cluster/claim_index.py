@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -66,6 +66,12 @@ class ClaimIndex:
             for result in claim.results
             if result.driver == driver
         }
+
+    def requesting(self, namespace: str, classes: Collection[str]) -> list[str]:
+        """Names of the claims of ``namespace`` that request devices of one of these classes, sorted."""
+        claims = tuple(self._claims.values())  # a copy, as above
+        of_namespace = (claim for claim in claims if claim.metadata.namespace == namespace)
+        return sorted(claim.metadata.name for claim in of_namespace if not set(classes).isdisjoint(claim.class_names))
 
     @property
     def pools(self) -> Iterable[str]:

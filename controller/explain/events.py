@@ -88,7 +88,7 @@ def written_events(client: KubeClient) -> list[WrittenEvent]:
 
 
 class EventReporter:
-    """Reports each fact once as an Event; reasons of claims every time, since the recorder counts repetitions."""
+    """Reports each fact once as an Event; reasons of claims every time: the recorder renews Events while they last."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -135,7 +135,7 @@ class EventReporter:
             if group is not None and group.key not in groups:
                 groups.add(group.key)
                 reference = Reference("PodGroup", group.name, group.namespace, group.uid, POD_GROUP_VERSION)
-                self._recorder.event(reference, reason.code.value, reason.sentence, "Warning", PENDING)
+                self._recorder.event(reference, reason.code.value, reason.sentence, "Warning", PENDING, lasting=True)
             current[pending.key] = pending
             kind: Type = "Normal" if reason.code in PASSING else "Warning"
             self._about(pending, reason.code.value, reason.sentence, kind, reason.of_pods)
@@ -177,7 +177,7 @@ class EventReporter:
         if not pending.not_created and pending.claim.metadata.uid:
             about = pending.claim.metadata
             claim = Reference("ResourceClaim", about.name, about.namespace, about.uid, "resource.k8s.io/v1")
-            self._recorder.event(claim, reason, sentence, type, PENDING)
+            self._recorder.event(claim, reason, sentence, type, PENDING, lasting=True)
         prefix = "" if pending.not_created else f"claim {pending.claim.metadata.name}: "
         for pod in pending.pods[:MAX_PODS]:
             about = pod.metadata
@@ -186,19 +186,19 @@ class EventReporter:
             code, text = reason, sentence
             if reason_of_pod is not None:
                 code, text = reason_of_pod.code.value, reason_of_pod.sentence
-            self._recorder.event(reference, code, prefix + text, type, f"{PENDING} {pending.key}")
+            self._recorder.event(reference, code, prefix + text, type, f"{PENDING} {pending.key}", lasting=True)
 
     def workloads(self, reasons: Iterable[tuple[Metadata, ClaimReason]]) -> None:
         """One Event for each queued Workload of Kueue: why what it will claim is not free."""
         for about, reason in reasons:
             reference = Reference("Workload", about.name, about.namespace, about.uid, WORKLOAD_VERSION)
-            self._recorder.event(reference, reason.code.value, reason.sentence, "Warning")
+            self._recorder.event(reference, reason.code.value, reason.sentence, "Warning", lasting=True)
 
     def unreadable(self, objects: Sequence[tuple[Reference, str]]) -> None:
         """One Event for each unreadable object, up to a maximum."""
         for about, why in objects[:MAX_UNREADABLE_EVENTS]:
             message = f"the controller cannot read this version of the object and ignores it: {why}"
-            self._recorder.event(about, UNREADABLE, message, "Warning")
+            self._recorder.event(about, UNREADABLE, message, "Warning", lasting=True)
 
     def labels(self, nodes: Collection[Node], changed: Mapping[str, Node | None], fleet: Fleet) -> None:
         """One Event for each node with ignored labels; ``changed`` are the Nodes changed since last time."""

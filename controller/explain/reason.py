@@ -16,10 +16,12 @@ class ReasonCode(StrEnum):
     """Reasons. Of several alternatives of a claim, the one with the last code in this list is reported."""
 
     NO_SUCH_CLAIM = "NoSuchClaim"
+    OVER_QUOTA = "OverQuota"
+    NOT_MAPPED = "ResourceNotMapped"
     NODE_NAME = "NodeNameSet"
     GATED = "SchedulingGated"
     NOT_PLACED = "PodNotPlaced"
-    """These four of pods that no free device helps (``controller.explain.sources.pods_not_lacking_devices``)."""
+    """These six of pods that no free device helps (``controller.explain.sources.pods_not_lacking_devices``)."""
 
     NO_SUCH_CLASS = "NoSuchClass"
     SELECTOR_REFUSED = "SelectorRefused"
@@ -82,7 +84,14 @@ class ClaimReason(NamedTuple):
         return self.sentence if self.found_at is None else f"{self.sentence} (as of {seconds_time(self.found_at)})"
 
 
-OF_THE_POD = {ReasonCode.NO_SUCH_CLAIM, ReasonCode.NODE_NAME, ReasonCode.GATED, ReasonCode.NOT_PLACED}
+OF_THE_POD = {
+    ReasonCode.NO_SUCH_CLAIM,
+    ReasonCode.OVER_QUOTA,
+    ReasonCode.NOT_MAPPED,
+    ReasonCode.NODE_NAME,
+    ReasonCode.GATED,
+    ReasonCode.NOT_PLACED,
+}
 """Reasons of pods that no device helps, free or not."""
 
 

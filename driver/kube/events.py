@@ -96,16 +96,22 @@ class Recorder:
         message: str,
         type: Type = "Normal",  # noqa: A002 - the field's name
         series: str = "",
+        *,
+        lasting: bool = False,
     ) -> None:
         """Record that this happened once (more); returns at once, from any thread.
 
         ``reason`` is UpperCamelCase; ``message`` a sentence of at most MESSAGE_BYTES. An object has one Event of a
-        ``series``, which has the present reason: an outdated one never stays beside it.
+        ``series``, which has the present reason: an outdated one never stays beside it. ``lasting``: it is a state,
+        which is counted when it begins, not each time that it is recorded.
         """
         key = (about.kind, about.namespace, about.name, about.uid, series or reason)
         with self._lock:
             happened = Waiting(about, reason[:REASON_LETTERS], shortened(message), type, self._clock.now(), 1)
             before = self._waiting.get(key) or self._repeated.get(key)
+            last = before or self._written.get(key)
+            if lasting and last is not None and last.reason == happened.reason:
+                happened.count = 0
             happened.count += before.count if before is not None else 0
             self._put(key, happened)
             if len(self._waiting) > MAX_WAITING:
@@ -204,7 +210,7 @@ class Recorder:
         changed = {"reason": waiting.reason, "message": waiting.message, "type": waiting.type}
         changed["lastTimestamp"] = seconds_time(waiting.at)
         if written is None or self._client.patch_existing(f"{path}/{name}", {**changed, "count": count}) is None:
-            count = waiting.count  # the Event is new, or it expired
+            count = max(1, waiting.count)  # the Event is new, or it expired
             try:
                 self._client.create(path, {**self._object(name, waiting), **changed, "count": count})
             except ApiError as error:

@@ -253,10 +253,10 @@ class OtherDriverWatch:
                 log.log(
                     logging.WARNING if serious else logging.INFO, "found another GPU driver", extra={"why": message}
                 )
-                self._events.node(NEIGHBOUR_FOUND, message, serious)
+                self._events.node(NEIGHBOUR_FOUND, message, serious, name)
         for name in self._reported.keys() - messages.keys():
             log.info("the other GPU driver is gone", extra={"neighbour": name})
-            self._events.node(NEIGHBOUR_GONE, f"{name} is gone from this node", False)
+            self._events.node(NEIGHBOUR_GONE, f"{name} is gone from this node", False, name)
         self._reported = messages
 
     def _sockets(self) -> frozenset[str]:

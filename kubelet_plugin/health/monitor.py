@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 GPU_UNHEALTHY, GPU_HEALTHY = "GpuUnhealthy", "GpuHealthy"
 """Reasons of Events on the node."""
 
+ABSENT = "absent"
+"""Cause of Events about a GPU that does not respond."""
+
 REQUEST_AT_FAULT = frozenset({pynvml.NVML_ERROR_INVALID_ARGUMENT})
 """Answers of NVML to a change that say nothing about the GPU."""
 
@@ -213,19 +216,19 @@ class HealthMonitor:
         return any(changed)
 
     def _report(self) -> None:
-        """Send an Event for each GPU that has new faults or has recovered."""
+        """Send an Event for each new fault of a GPU, and for each GPU that has recovered."""
         now = {uuid: _reasons(of_gpu) for uuid, of_gpu in self._current.items()}
         for gpu in self._inventory.gpus:
             absent = self._inventory.fault(gpu)
             if absent is not None:
-                now[gpu.uuid] = (*now.get(gpu.uuid, ()), f"can't be used at present: {absent}")
+                now.setdefault(gpu.uuid, {})[f"can't be used at present: {absent}"] = ABSENT
         for uuid in sorted(now.keys() | self._reported.keys()):
-            new = [reason for reason in now.get(uuid, ()) if reason not in self._reported.get(uuid, ())]
-            if new:
-                message = f"{self._named(uuid)}: {'; '.join(new)}; it is not offered to new pods"
-                self._events.node(GPU_UNHEALTHY, message, True)
-            elif self._reported.get(uuid) and not now.get(uuid):
-                self._events.node(GPU_HEALTHY, f"{self._named(uuid)} is healthy again", False)
+            reasons, before = now.get(uuid, {}), self._reported.get(uuid, {})
+            for reason in reasons.keys() - before.keys():
+                message = f"{self._named(uuid)}: {reason}; it is not offered to new pods"
+                self._events.node(GPU_UNHEALTHY, message, True, f"{uuid} {reasons[reason]}")
+            if before and not reasons:
+                self._events.node(GPU_HEALTHY, f"{self._named(uuid)} is healthy again", False, uuid)
         self._reported = now
 
     def _named(self, uuid: str) -> str:
@@ -233,10 +236,12 @@ class HealthMonitor:
         return f"GPU {uuid}" if gpu is None else f"gpu-{self._inventory.number(gpu)} ({uuid})"
 
 
-def _reasons(conditions: Iterable[DeviceCondition]) -> tuple[str, ...]:
-    """Descriptions of the conditions, without cordons."""
-    return tuple(
-        f"{condition.device}: {condition}" if condition.device else str(condition)
+def _reasons(conditions: Iterable[DeviceCondition]) -> dict[str, str]:
+    """Descriptions of the conditions without cordons, each with its cause, such as ``xid-48``."""
+    return {
+        f"{condition.device}: {condition}" if condition.device else str(condition): " ".join(
+            filter(None, (condition.device, condition.value))
+        )
         for condition in conditions
         if not condition.cordon
-    )
+    }

@@ -153,7 +153,7 @@ class Scanner:
                         f"what it did before. With nothing running on it, DCGM and nvidia-persistenced stopped: "
                         f"nvidia-smi --gpu-reset -i {gpu.index}; or reboot the node where a reset is not supported"
                     )
-                    self._events.node("GpuNeedsReset", message)
+                    self._events.node("GpuNeedsReset", message, about=gpu.uuid)
                     self.scan_soon()  # so that the slices show it, too
         self._reported = current
 

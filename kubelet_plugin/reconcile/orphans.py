@@ -75,7 +75,9 @@ class Orphans:
         self._due = clock() + START_DELAY_SECONDS
         for uid in stores.checkpoint.aside:
             events.node(
-                EventReason.RECORD_UNREADABLE, f"the checkpoint record of claim {uid} can't be read; see the log"
+                EventReason.RECORD_UNREADABLE,
+                f"the checkpoint record of claim {uid} can't be read; see the log",
+                about=uid,
             )
 
     def search_if_due(self) -> float:
@@ -128,7 +130,8 @@ class Orphans:
         busy = self._cleanup.busy(record)
         if busy:
             log.warning("an orphan is still in use", extra={"claim": str(record), "why": busy})
-            self._events.node(EventReason.ORPHAN_IN_USE, f"{where} is gone, and {devices} can't be released: {busy}")
+            message = f"{where} is gone, and {devices} can't be released: {busy}"
+            self._events.node(EventReason.ORPHAN_IN_USE, message, about=record.uid)
             return
         try:
             self._preparer.unprepare(reference)
@@ -136,7 +139,8 @@ class Orphans:
             log.warning("can't release an orphan yet", extra={"claim": str(record), "error": str(error)})
         self._gone_since.pop(record.uid, None)
         self._count("claim")
-        self._events.node(EventReason.ORPHAN_RELEASED, f"{where} is gone, and was never unprepared: released {devices}")
+        message = f"{where} is gone, and was never unprepared: released {devices}"
+        self._events.node(EventReason.ORPHAN_RELEASED, message, about=record.uid)
 
     # Claims without a record
 
@@ -154,7 +158,7 @@ class Orphans:
             for uid in sorted(stores.checkpoint.unrecorded - stores.checkpoint.aside - self._reported):
                 self._reported.add(uid)
                 message = f"the checkpoint record of claim {uid} is missing; nothing of it is removed while it exists"
-                self._events.node(EventReason.RECORD_MISSING, message)
+                self._events.node(EventReason.RECORD_MISSING, message, about=uid)
             for uid in sorted(stores.checkpoint.unrecorded):
                 self._settle(uid, claims.get(uid))
         self._searched = True
@@ -212,10 +216,12 @@ class Orphans:
         where = f"claim {reference.uid}, whose checkpoint record is unreadable or missing,"
         busy = "" if record is None else self._cleanup.busy(record)
         if busy:
-            self._events.node(EventReason.ORPHAN_IN_USE, f"{where} is gone, and can't be released: {busy}")
+            message = f"{where} is gone, and can't be released: {busy}"
+            self._events.node(EventReason.ORPHAN_IN_USE, message, about=reference.uid)
             return
         kind = "record" if reference.uid in self._stores.checkpoint.aside else "cdi-spec"
         if self._cleanup.record_for_release(reference):
             self._cleanup.finish_release(reference.uid)
         self._count(kind)
-        self._events.node(EventReason.ORPHAN_RELEASED, f"{where} is gone: released what its CDI spec named")
+        message = f"{where} is gone: released what its CDI spec named"
+        self._events.node(EventReason.ORPHAN_RELEASED, message, about=reference.uid)

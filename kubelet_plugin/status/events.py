@@ -19,8 +19,8 @@ from kubelet_plugin.inventory.inventory import ClaimReference
 MOST_CLAIMS = 1024
 """Maximum number of claims whose pods are remembered."""
 
-RecordEvent = Callable[[Reference, str, str, Type], None]
-"""(about, reason, message, type): ``Recorder.event``."""
+RecordEvent = Callable[[Reference, str, str, Type, str], None]
+"""(about, reason, message, type, series): ``Recorder.event``."""
 
 
 class EventReason(StrEnum):
@@ -80,12 +80,13 @@ class PluginEvents:
             pods = self._pods.get(about.uid, ())
         self._count(reason)
         for involved in (itself, *pods):
-            self._record(involved, reason.value, message, "Warning" if warning else "Normal")
+            self._record(involved, reason.value, message, "Warning" if warning else "Normal", "")
 
-    def node(self, reason: str, message: str, warning: bool = True) -> None:
-        """Record an Event on this node."""
+    def node(self, reason: str, message: str, warning: bool = True, about: str = "") -> None:
+        """Record an Event on this node; each thing that Events of one reason are ``about`` has one of its own."""
         self._count(reason)
-        self._record(self._node, reason, message, "Warning" if warning else "Normal")
+        series = f"{reason} {about}" if about else ""
+        self._record(self._node, reason, message, "Warning" if warning else "Normal", series)
 
     @contextmanager
     def report_failure(self, verb: str, claim: ClaimReference) -> Iterator[None]:

@@ -68,7 +68,7 @@ CHECKS: Mapping[str, StatusCheck] = {
     ),
     "starts": StatusCheck(pending_claims.starts, (Listing.PENDING, Listing.PLANS)),
     "releases": StatusCheck(pending_claims.releases, (Listing.PENDING,)),
-    "health": StatusCheck(nodes.health, (Listing.SLICES,), (Listing.PLANS,)),
+    "health": StatusCheck(nodes.health, (Listing.SLICES,), (Listing.PLANS, Listing.PENDING)),
     "offers": StatusCheck(nodes.offers, (Listing.PLANS, Listing.SLICES)),
     "mode": StatusCheck(nodes.mode, (Listing.PLANS, Listing.SLICES), (Listing.LEASES,)),
     "clocks": StatusCheck(installation.clocks, (), (Listing.LEASES, Listing.NODE_LEASES)),

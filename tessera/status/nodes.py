@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from controller.curation.offer_mode import FIRST_FAST_MINOR_VERSION
+from controller.demand.node_eligibility import BLOCKING
 from controller.explain.sources.availability import listed
 from driver.kube.reads import minor_version
 from driver.kube.slice_types import ResourceSlice, SliceDevice
@@ -39,6 +41,9 @@ SELF_CLEARING: Mapping[str, str] = {
 OF_ONE_DEVICE = {kind.value for kind in ConditionType}
 """Values of taints about a partition, not about its GPU."""
 
+PARTITION = re.compile(r"(?P<gpu>gpu-\d+)-mig-.+-(?P<start>\d+)")
+"""Name of a partition's device."""
+
 KARPENTER = "karpenter.sh/nodepool"
 
 
@@ -59,7 +64,8 @@ def devices(snapshot: StatusSnapshot) -> CheckOutput:
     missing = sorted(taken.keys() - published.keys())
     left_out = _left_out(snapshot, missing, offered)
     yield f"{len(taken)} held" + (f" ({len(left_out)} not published: publishHeld auto)" if left_out else "")
-    yield f"{len(offered)} offered"
+    ruled_out = sum(bool(_rules_for(snapshot, *device)) for device in offered)
+    yield f"{len(offered)} offered" + (f" ({ruled_out} of them tainted by DeviceTaintRules)" if ruled_out else "")
     if any(device.is_simulated for device in published.values()):
         yield "simulated GPUs among them"
     for name in missing:
@@ -87,6 +93,56 @@ def health(snapshot: StatusSnapshot) -> CheckOutput:
     if cordons and gpus and gpus <= unusable and snapshot.has_read(Listing.CLAIMS) and not _offered(snapshot):
         message = "are cordoned or unhealthy: nothing is offered to new pods"
         yield Problem("all GPUs", message, f"tessera uncordon {min(cordons)}")
+    yield from _foreign(snapshot)
+    yield from _tainted_nodes(snapshot)
+
+
+def _foreign(snapshot: StatusSnapshot) -> CheckOutput:
+    """GPUs with partitions that Tessera did not create and does not offer."""
+    for plan in _served(snapshot):
+        node, reports = plan.metadata.name, readable_reports(plan)
+        starts = {
+            (match["gpu"], int(match["start"]))
+            for item in snapshot.slices_of(node)
+            for device in item.spec.devices
+            if (match := PARTITION.fullmatch(device.name))
+        }
+        cut = [
+            f"gpu-{report.number}"
+            for report in reports
+            if report.foreign
+            and report.fault_kind is not FaultKind.RESERVED
+            and not any(gpu == f"gpu-{report.number}" and report.foreign >> start & 1 for gpu, start in starts)
+        ]
+        if cut:
+            of = f"{len(cut)} of {counted(len(reports), 'GPU')} ({listed(cut)})"
+            message = f"has partitions that Tessera did not create on {of}: what they occupy is not offered"
+            remedy = "end them (nvidia-smi mig -dci, then -dgi), or offer them: --existing-partitions publish"
+            yield Problem(node, message, remedy)
+
+
+def _tainted_nodes(snapshot: StatusSnapshot) -> CheckOutput:
+    """DeviceTaintRules that taint whatever a node publishes."""
+    nodes: dict[tuple[str, ...], list[str]] = {}
+    for node in snapshot.gpu_nodes:
+        pool = Pool(node, snapshot.driver).name
+        names = [device.name for item in snapshot.slices_of(node) for device in item.spec.devices]
+        rules = [_rules_for(snapshot, pool, name) for name in names]
+        if rules and all(rules):
+            nodes.setdefault(tuple(sorted({rule for of_device in rules for rule in of_device})), []).append(node)
+    for names_of_rules, tainted in nodes.items():
+        message = f"taints all devices of {listed(tainted)}: only claims that tolerate it get one"
+        remedy = f"if its reason is over: kubectl delete devicetaintrule {names_of_rules[0]}"
+        yield Problem(f"DeviceTaintRule {listed(names_of_rules)}", message, remedy)
+
+
+def _rules_for(snapshot: StatusSnapshot, pool: str, device: str) -> list[str]:
+    """Names of the DeviceTaintRules that keep new claims from a device."""
+    return [
+        rule.metadata.name
+        for rule in snapshot.taint_rules
+        if rule.spec.taint.effect in BLOCKING and rule.selects(snapshot.driver, pool, device)
+    ]
 
 
 def mode(snapshot: StatusSnapshot) -> CheckOutput:

@@ -24,6 +24,8 @@ MESSAGE_CHARACTERS = 300
 
 ADVICE: Mapping[str, str] = {
     ReasonCode.NO_SUCH_CLAIM: "create the claim or its template, or correct the pod",
+    ReasonCode.OVER_QUOTA: "delete claims of the namespace, or raise its ResourceQuota",
+    ReasonCode.NOT_MAPPED: "give a class that resource (values: extendedResourceNames), or the pod a claim",
     ReasonCode.NODE_NAME: "create the pod with a nodeSelector instead of spec.nodeName",
     ReasonCode.GATED: "remove the gates, or see the queue that has set them",
     ReasonCode.NOT_PLACED: "give the pod what the scheduler reports, or a claim of its own",
@@ -73,8 +75,10 @@ def pending(snapshot: StatusSnapshot) -> CheckOutput:
             f"is pending, and will not resolve by itself: {explanation.code}: {shown}",
             _remedy(explanation),
         )
-    if (more := len(lasting) - MAX_FINDINGS) > 0:
-        yield Problem(f"{more} more", "of the same kind", "tessera why -A")
+    if others := lasting[MAX_FINDINGS:]:
+        is_same = len({explanation.code for explanation in lasting}) == 1
+        kinds = "of the same kind" if is_same else f"of other kinds, too{_counts(others)}"
+        yield Problem(f"{len(others)} more", kinds, "tessera why -A")
     yield from _unreadable(snapshot)
 
 

@@ -23,7 +23,7 @@ from driver.kube.controller_heartbeat import HEARTBEAT, is_silent, renewed_at
 from driver.kube.lease import leases
 from driver.kube.reads import RESOURCE_GROUP, read_all
 from driver.kube.slice_types import ResourceSlice
-from driver.kube.types import Claim, DeviceClass, GpuNodePlan
+from driver.kube.types import Claim, DeviceClass, DeviceTaintRule, GpuNodePlan
 from driver.model.plan import PATH
 from driver.slices.publisher import SLICES
 from tessera.cluster_options import ListOnceClient, find_plans
@@ -96,7 +96,8 @@ class StatusSnapshot:
     slices         of the driver; ``others`` are NVIDIA's
     claims         with a device of the driver
     pending        all pending claims, with the reason that this command finds; ``unprepared`` those that are allocated
-                   and that their nodes can not prepare, ``unreleased`` those that they can not release
+                   and that their nodes can not prepare, ``unreleased`` those that they can not release;
+                   read together with ``taint_rules``
     events         of the controller, about any object; ``node_events`` of node plugins, about their nodes
     plans          None if the CustomResourceDefinition is not installed
     daemon_set     None if there is none, or if it can't be read
@@ -116,6 +117,7 @@ class StatusSnapshot:
     pending: Sequence[Explanation] = ()
     unprepared: Sequence[Explanation] = ()
     unreleased: Sequence[Explanation] = ()
+    taint_rules: Sequence[DeviceTaintRule] = ()
     events: Sequence[WrittenEvent] = ()
     node_events: Sequence[WrittenEvent] = ()
     classes: Sequence[DeviceClass] = ()
@@ -203,7 +205,8 @@ class SnapshotReader:
         claims = self._read(Listing.CLAIMS, f"{RESOURCE_GROUP}/resourceclaims", Claim)
         plans, own_leases = self._plans(), self._read(Listing.LEASES, leases(self._namespace), Object)
         version = self._client.get_object("/version")
-        pending, unprepared, unreleased = self._explained() if plans is not None else ([], [], [])
+        explained = self._explained() if plans is not None else ([], [], [], ())
+        pending, unprepared, unreleased, taint_rules = explained
         snapshot = StatusSnapshot(
             self._driver,
             self._namespace,
@@ -217,6 +220,7 @@ class SnapshotReader:
             pending=pending,
             unprepared=unprepared,
             unreleased=unreleased,
+            taint_rules=taint_rules,
             events=self._read(Listing.EVENTS, "/api/v1/events", WrittenEvent, EVENTS_OF_CONTROLLER),
             node_events=self._read(Listing.EVENTS, "/api/v1/events", WrittenEvent, EVENTS_OF_NODES),
             classes=self._read(Listing.CLASSES, f"{RESOURCE_GROUP}/deviceclasses", DeviceClass),
@@ -271,12 +275,16 @@ class SnapshotReader:
             return list(read_all(self._client, path, kind, {"fieldSelector": selector} if selector else {}))
         return []
 
-    def _explained(self) -> tuple[list[Explanation], list[Explanation], list[Explanation]]:
-        """The claims that are pending, those that can't be prepared, and those that can't be released."""
+    def _explained(
+        self,
+    ) -> tuple[list[Explanation], list[Explanation], list[Explanation], Sequence[DeviceTaintRule]]:
+        """The claims that are pending, can't be prepared, and can't be released; and the DeviceTaintRules."""
         with self._recorded(Listing.PENDING):
-            explainer = Explainer(read_cluster(self._client, self._driver))
-            return [*explainer.pending()], [*explainer.unprepared()], [*explainer.unreleased()]
-        return [], [], []
+            view = read_cluster(self._client, self._driver)
+            explainer = Explainer(view)
+            rules = view.snapshot.cluster.taint_rules
+            return [*explainer.pending()], [*explainer.unprepared()], [*explainer.unreleased()], rules
+        return [], [], [], ()
 
     def _plans(self) -> Mapping[str, GpuNodePlan] | None:
         with self._recorded(Listing.PLANS):

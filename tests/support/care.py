@@ -57,5 +57,5 @@ class Care:
         else:
             self.troubles[device, kind] = reason
 
-    def _record(self, about: Reference, reason: str, message: str, _type: Type) -> None:
+    def _record(self, about: Reference, reason: str, message: str, _type: Type, series: str) -> None:
         self.events.append((f"{about.kind}/{about.name}", reason, message))

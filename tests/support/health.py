@@ -16,11 +16,12 @@ from tests.support.published import build_slices
 
 @dataclass
 class HealthUnderTest:
-    """``told`` is what was said about the node: (reason, message)."""
+    """``told`` is what was said about the node: (reason, message), and ``about`` what each is about."""
 
     node: NodeUnderTest
     now: float = 1_800_000_000.0
     told: list[tuple[str, str]] = field(default_factory=list)
+    about: list[str] = field(default_factory=list)
     changes: int = 0
 
     def __post_init__(self) -> None:
@@ -30,7 +31,7 @@ class HealthUnderTest:
         """A new process's, on what the last one left on disk."""
         held, changes, file = self.node.node, ChangeNotifier(), HealthFile(self.node.root / "state")
         changes.subscribe(NodeChange.HEALTH, self._changed)
-        events = KeptNodeEvents(self.told)
+        events = KeptNodeEvents(self.told, self.about)
         self.health = HealthMonitor(
             self.node.host, held.inventory, held.checkpoint, file, changes, events, lambda: self.now
         )

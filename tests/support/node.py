@@ -48,12 +48,14 @@ EVERY_GPU_AS_FOUND = choosing()
 
 @dataclass
 class KeptNodeEvents:
-    """``told`` gets the Events on the node: (reason, message)."""
+    """``told`` gets the Events on the node: (reason, message); ``about`` what each is about."""
 
     told: list[tuple[str, str]] = field(default_factory=list)
+    about: list[str] = field(default_factory=list)
 
-    def node(self, reason: str, message: str, warning: bool = True) -> None:
+    def node(self, reason: str, message: str, warning: bool = True, about: str = "") -> None:
         self.told.append((reason, message))
+        self.about.append(about)
 
 
 @dataclass

@@ -1,11 +1,13 @@
 """Pods that are not placed for a reason that no free device changes (pure).
 
-No scheduler tries them, a claim of theirs is missing or being deleted, or all of their claims are allocated already.
+No scheduler tries them, a claim of theirs is missing or being deleted, no class provides what they request, or all of
+their claims are allocated already.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,9 +18,16 @@ from controller.demand.node_eligibility import Excluded, exclusion, selects
 from controller.demand.pending_claims import PendingClaim, Queue, claim_for, classes_by_resource
 from controller.demand.requirements import RequirementsReader
 from controller.explain.reason import ClaimReason, ReasonCode
-from controller.explain.situation import Lookups, Situation
+from controller.explain.situation import Situation
 from controller.explain.sources.availability import listed
-from controller.explain.sources.scheduler_reports import SchedulerActivity, age_of, no_report, report_of, reported
+from controller.explain.sources.scheduler_reports import (
+    SchedulerActivity,
+    age_of,
+    no_report,
+    refusal,
+    report_of,
+    reported,
+)
 from controller.explain.sources.sentences import only_elsewhere
 from driver.clock import Clock
 from driver.kube.types import Claim, ClaimSpec, DeviceClaim, Key, Metadata, Node, Pod, PodResourceClaim
@@ -47,12 +56,27 @@ MAX_GATED = 100
 """Pods with scheduling gates that get a reason: a queue may keep thousands of them."""
 
 
+CHART_RESOURCE = re.compile(r"nvidia\.com/(?:gpu|gpu\.shared|mig-(?P<profile>.+))")
+"""The extended resources that the chart's classes can have (values: extendedResourceNames)."""
+
+
+EXCEEDED = re.compile(
+    r"exceeded quota: (?P<quota>[^,]+), requested: (?P<requested>.*?), used: (?P<used>.*?), limited: (?P<limited>.*)"
+)
+AMOUNT = re.compile(r"([^,=\s]+)=([^,\s]+)")
+"""The API server's refusal of an object over quota, and a resource with its amount in it."""
+
+OF_CLASS = ".deviceclass.resource.k8s.io/devices"
+"""The end of a resource in quotas that counts the devices of a class."""
+
+
 class PodReason(NamedTuple):
-    """The reason of a pod, ``grace`` seconds after its creation."""
+    """The reason of a pod, ``grace`` seconds after its creation; ``permanent`` as for ``ClaimReason``."""
 
     code: ReasonCode
     sentence: str
     grace: float = 0.0
+    permanent: bool = True
 
 
 class LookedUp:
@@ -135,7 +159,10 @@ class UnplacedPods:
                 f"create it again with the nodeSelector kubernetes.io/hostname: {node} instead"
             )
             return PodReason(ReasonCode.NODE_NAME, sentence)
-        return None
+        report = report_of(pod)
+        if report is not None and (over := _over_quota(pod, report.message, situation.queue)) is not None:
+            return over
+        return None if pod.spec.node_name else _not_mapped(pod, situation.queue)
 
     def _missing(self, pod: Pod, situation: Situation) -> PodReason | None:
         """Why the scheduler does not try a pod one of whose claims is missing or being deleted."""
@@ -143,7 +170,7 @@ class UnplacedPods:
         for reference in pod.spec.resource_claims:
             name = reference.resource_claim_name or created.get(reference.name)
             if name is None and reference.name not in created:
-                return self._not_created(pod, reference, situation.lookups)
+                return self._not_created(pod, reference, situation)
             claim = None if name is None else situation.queue.cluster.claims.find(Key(pod.metadata.namespace, name))
             if name is not None and claim is None:
                 sentence = f"refers to the ResourceClaim {name}, which does not exist in its namespace"
@@ -158,7 +185,8 @@ class UnplacedPods:
                 return PodReason(ReasonCode.NO_SUCH_CLAIM, sentence)
         return None
 
-    def _not_created(self, pod: Pod, claim: PodResourceClaim, lookups: Lookups) -> PodReason:
+    def _not_created(self, pod: Pod, claim: PodResourceClaim, situation: Situation) -> PodReason:
+        lookups = situation.lookups
         template, namespace = claim.resource_claim_template_name or "", pod.metadata.namespace
         key, find = Key(namespace, template), self._looked_up.get
         is_young = self._watching and age_of(pod, self._clock) < GRACE_SECONDS
@@ -167,10 +195,12 @@ class UnplacedPods:
             sentence = f"refers to the ResourceClaimTemplate {template}, which does not exist in its namespace"
             return PodReason(ReasonCode.NO_SUCH_CLAIM, sentence, GRACE_SECONDS)
         failure = find(("failure", pod.metadata.key), lambda: lookups.creation_failure(pod)) if exists else None
+        if failure and (over := _over_quota(pod, failure, situation.queue)) is not None:
+            return over
         if failure:
             sentence = (
                 f"lacks its claim {claim.name}, which kube-controller-manager can not create from the "
-                f"ResourceClaimTemplate {template}: {failure}"
+                f"ResourceClaimTemplate {template}: {refusal(failure)}"
             )
             return PodReason(ReasonCode.NO_SUCH_CLAIM, sentence, GRACE_SECONDS)
         events = f"kubectl describe pod {pod.metadata.name} -n {namespace}"
@@ -181,6 +211,53 @@ class UnplacedPods:
             f"{doubt} {question} ({events})"
         )
         return PodReason(ReasonCode.NO_SUCH_CLAIM, sentence, GRACE_SECONDS if is_young else CREATION_SECONDS)
+
+
+def _over_quota(pod: Pod, message: str, queue: Queue) -> PodReason | None:
+    """The reason of a pod whose claim a ResourceQuota refuses, according to the API server's ``message``."""
+    match = EXCEEDED.search(message)
+    if match is None:
+        return None
+    more, used, limits = (dict(AMOUNT.findall(match[name])) for name in ("requested", "used", "limited"))
+    amounts = [f"{used.get(name, '?')} of {limits.get(name, '?')} {name} used" for name in used]
+    by_resource = classes_by_resource(queue.cluster.classes)
+    named = (name.removesuffix(OF_CLASS).removeprefix("requests.") for name in used)
+    classes = {by_resource.get(name, name) for name in named}
+    holders = queue.cluster.claims.requesting(pod.metadata.namespace, classes)
+    by = f", by {'claim' if len(holders) == 1 else 'claims'} {listed(holders)}" if holders else ""
+    sentence = f"gets no claim, because that would exceed the ResourceQuota {match['quota']}: {', '.join(amounts)}{by}"
+    never = any(_number(amount) > _number(limits.get(name)) for name, amount in more.items())
+    return PodReason(ReasonCode.OVER_QUOTA, sentence, GRACE_SECONDS, permanent=never)
+
+
+def _number(amount: str | None) -> float:
+    """A number of devices or objects; infinite if it is not one."""
+    return int(amount) if amount is not None and amount.isdecimal() else math.inf
+
+
+def _not_mapped(pod: Pod, queue: Queue) -> PodReason | None:
+    """Why ``pod`` waits that requests a resource which neither a class nor a device plugin provides."""
+    lacking = {name for name in pod.spec.resource_names if CHART_RESOURCE.fullmatch(name)}
+    if lacking:
+        lacking -= classes_by_resource(queue.cluster.classes).keys()
+        lacking -= {name for node in queue.cluster.nodes for name in node.status.allocatable}
+    if not lacking:
+        return None
+    classes = ",".join(sorted(map(_chart_class, lacking)))
+    sentence = (
+        f"requests {', '.join(sorted(lacking))}, which no node has and which is the extendedResourceName of no "
+        f"DeviceClass: helm upgrade --reuse-values --set 'extendedResourceNames={{{classes}}}', or give the pod a "
+        "claim (docs/workloads.md)"
+    )
+    return PodReason(ReasonCode.NOT_MAPPED, sentence, GRACE_SECONDS)
+
+
+def _chart_class(resource: str) -> str:
+    """The class of the chart that can have this extended resource."""
+    match = CHART_RESOURCE.fullmatch(resource)
+    if match is None or match["profile"] is None:
+        return "gpu-dev" if resource.endswith(".shared") else "gpu-training"
+    return f"gpu-inference-{match['profile'].replace('.', '-')}"
 
 
 def _waiting(queue: Queue, most_gated: int | None) -> Iterator[Pod]:
@@ -212,7 +289,7 @@ def _ours(gated: Iterable[Pod], queue: Queue) -> Iterator[Pod]:
 def _by_claim(of_pods: Mapping[Key, tuple[Pod, PodReason]], queue: Queue) -> Iterator[ClaimReason]:
     """The reasons of the pods' claims that wait for nothing else, or of the pods themselves."""
     queued = {pending.key for pending in queue.pending}
-    for pod, (code, sentence, _) in of_pods.values():
+    for pod, (code, sentence, _, permanent) in of_pods.values():
         pending_claims = queue.of_pod(pod)
         if pending_claims and code is not ReasonCode.NO_SUCH_CLAIM and not any(map(queue.requirements, pending_claims)):
             continue  # all of its claims are for devices of other drivers
@@ -223,11 +300,11 @@ def _by_claim(of_pods: Mapping[Key, tuple[Pod, PodReason]], queue: Queue) -> Ite
         subjects = [*filter(queue.requirements, pending_claims), *of_gated]
         waiting = [claim for claim in subjects if all(user.metadata.key in of_pods for user in claim.pods)]
         for claim in waiting:
-            yield ClaimReason(claim, code, f"pod {pod.metadata.name} {sentence}", permanent=True)
+            yield ClaimReason(claim, code, f"pod {pod.metadata.name} {sentence}", permanent)
         if not waiting:
             metadata = Metadata(name=pod.metadata.name, namespace=pod.metadata.namespace)
             itself = PendingClaim(Claim(metadata, ClaimSpec(DeviceClaim(()))), (pod,), not_created=True)
-            yield ClaimReason(itself, code, f"it {sentence}", permanent=True)
+            yield ClaimReason(itself, code, f"it {sentence}", permanent)
 
 
 @dataclass(frozen=True)

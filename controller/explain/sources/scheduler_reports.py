@@ -27,6 +27,9 @@ EXPECTED = re.compile(
 NODES = re.compile(r"\d+/\d+ nodes are available: (?P<parts>.*)", re.DOTALL)
 END = re.compile(r"\. (?:still not schedulable|no new claims to deallocate|preemption)", re.IGNORECASE)
 
+GENERATED = re.compile(r'^\(combined from similar events\): |(?<=\w) "[^"]*"(?= is forbidden)')
+"""Parts of a refusal that differ from try to try: the name that the claim would have got."""
+
 INSUFFICIENT = re.compile(r"Insufficient ([\w./-]+\w)")
 
 
@@ -54,7 +57,12 @@ def reported(pod: Pod, report: Condition) -> str:
     lacking = dict.fromkeys(INSUFFICIENT.findall(report.message))
     amounts = [f"{name} {amounts}" for name in lacking if (amounts := _requested(pod, name))]
     requests = f" (the pod requests {', '.join(amounts)})" if amounts else ""
-    return f"{REPORTS} on pod {pod.metadata.name}: {report.message}{requests}"
+    return f"{REPORTS} on pod {pod.metadata.name}: {refusal(report.message)}{requests}"
+
+
+def refusal(message: str) -> str:
+    """Why a claim could not be created, the same for each try."""
+    return GENERATED.sub("", message)
 
 
 def _requested(pod: Pod, resource: str) -> str:

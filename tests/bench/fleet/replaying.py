@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from driver.clock import Clock
 from driver.errors import NOT_FOUND, ApiError
 from driver.kube.client import Object
 
@@ -21,6 +22,7 @@ class Recorded:
         self._directory = directory
         self._silence: queue.Queue[bytes] = queue.Queue()
         self._version = 2_000_000
+        self.clock = Clock()
 
     def get(self, path: str, query: Mapping[str, str] | None = None) -> bytes:
         page = self._directory / folder_of(path) / (query or {}).get("continue", "0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -10,6 +11,7 @@ from controller.cluster.fleet import Fleet
 from controller.cluster.node_use_labels import DEDICATED_TO
 from controller.explain.events import EventReporter, written_events
 from controller.explain.reason import ClaimReason
+from driver.clock import seconds_time
 from driver.kube.events import REPEAT_INTERVAL_SECONDS, Recorder
 from tests.support.api_server import Object, ObjectApi
 from tests.support.clock import FakeClock
@@ -36,6 +38,9 @@ class Told:
 
     def events(self, namespace: str = "default") -> list[Object]:
         return list(self.api.folder(f"/api/v1/namespaces/{namespace}/events").values())
+
+    def are_of(self, times: list[str]) -> bool:
+        return [event["lastTimestamp"] for event in self.events()] == times
 
     def one(self, name: str, earlier: int) -> str:
         """The reason of the one Event about an object, once it was written again ``earlier`` times."""
@@ -101,6 +106,16 @@ def test_a_reason_lies_on_the_claim_or_on_the_pod_that_has_none_yet(told: Told) 
     assert {event["reason"] for event in told.events()} == {"AllHeld"}
 
 
+def test_a_reason_that_lasts_is_counted_once_however_many_decisions_find_it(told: Told) -> None:
+    there = Situation(node_of("a", "full")).wants(request(selector=FULL))
+    for _ in range(3):
+        told.clock.advance(2 * REPEAT_INTERVAL_SECONDS)
+        told.reporter.claims(reasons_of(there.queue), there.queue)
+        times = [seconds_time(told.clock.now())] * 2
+        eventually(partial(told.are_of, times), "it is renewed")
+    assert [event["count"] for event in told.events()] == [1, 1]
+
+
 def test_a_pod_that_can_not_run_where_other_pods_of_the_claim_can_is_told_so(told: Told) -> None:
     there = Situation(node_of("a", "full")).wants(request(selector=FULL))
     there.pod("elsewhere", "claim", nodeSelector={"pool": "b"})
@@ -141,8 +156,9 @@ def test_what_an_earlier_controller_reported_ends_when_it_no_longer_holds(told: 
     later = EventReporter(told.recorder)
     later.adopt(written_events(told.api.server.client()))
     later.claims(reasons_of(there.queue), there.queue)
-    reasons = {name: told.one(name, 1) for name in ("claim", "pod-of-claim", "later", "lacking")}
-    assert reasons == {"claim": "Allocated", "pod-of-claim": "Allocated", "later": "AllHeld", "lacking": "Waits"}
+    reasons = {name: told.one(name, 1) for name in ("claim", "pod-of-claim", "lacking")}
+    assert reasons == {"claim": "Allocated", "pod-of-claim": "Allocated", "lacking": "Waits"}
+    assert told.one("later", 0) == "AllHeld"
 
 
 def test_a_claim_that_no_pod_uses_any_more_and_a_pod_that_is_placed_lose_their_reasons(told: Told) -> None:

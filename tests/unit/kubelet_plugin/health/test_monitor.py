@@ -205,6 +205,16 @@ class TestRecovering:
         assert [reason for reason, _ in ill.told] == ["GpuUnhealthy", "GpuUnhealthy", "GpuHealthy"]
         assert "gpu-3" in ill.told[-1][1]
 
+    def test_each_cause_on_each_gpu_has_an_event_of_its_own_that_names_the_xid(self, ill: HealthUnderTest) -> None:
+        for gpu, xid in ((3, 95), (4, 95), (5, 48), (5, 95)):
+            ill.xid(gpu, xid)
+        xids = [message for _, message in ill.told if "XID" in message]
+        expected = (("gpu-3", 95), ("gpu-4", 95), ("gpu-5", 48), ("gpu-5", 95))
+        for message, (name, number) in zip(xids, expected, strict=True):
+            assert message.startswith(name)
+            assert f"XID {number}" in message
+        assert len(set(ill.about)) == len(ill.told)
+
     def test_what_nvml_says_a_gpu_needs_counts_without_any_xid(self, ill: HealthUnderTest) -> None:
         ill.node.simulated.faults.recovery(5, 2)
         ill.look()

@@ -379,7 +379,7 @@ def test_a_pod_is_told_once_that_its_device_became_unhealthy_also_by_a_plugin_th
     api.claims["a"]["status"]["reservedFor"] = [{"resource": "pods", "name": "user", "uid": "u"}]
     trouble, written = dict[str, str](), list[tuple[str, str, str]]()
 
-    def record(about: Reference, reason: str, message: str, _: Type) -> None:
+    def record(about: Reference, reason: str, message: str, _type: Type, _series: str) -> None:
         written.append((about.kind, reason, message.partition(", so that")[0]))
 
     def is_told(message: str) -> bool:

@@ -184,8 +184,18 @@ def test_a_resource_that_no_class_provides_is_named(api: ObjectApi, tmp_path: Pa
     limits = {"limits": {"nvidia.com/gpu": "1", "cpu": "2"}}
     api.store(f"{PODS}/plugged", spec={"containers": [{"name": "c", "resources": limits}]}, status={"phase": "Pending"})
     answer = run(api, tmp_path, "pod/plugged")
+    assert answer.exit_code == 1
+    assert "ResourceNotMapped: it requests nvidia.com/gpu, which no node has" in answer.stdout
+    assert "--set 'extendedResourceNames={gpu-training}'" in answer.stdout
+
+
+def test_a_resource_of_a_device_plugin_is_not_tesseras(api: ObjectApi, tmp_path: Path) -> None:
+    api.store("/api/v1/nodes/n9", status={"allocatable": {"nvidia.com/gpu": "8"}})
+    limits = {"limits": {"nvidia.com/gpu": "1"}}
+    api.store(f"{PODS}/plugged", spec={"containers": [{"name": "c", "resources": limits}]}, status={"phase": "Pending"})
+    answer = run(api, tmp_path, "pod/plugged")
     assert answer.exit_code == 0
-    assert "nvidia.com/gpu, which it requests, is the extendedResourceName of no DeviceClass" in answer.stdout
+    assert "only a device plugin can provide it" in answer.stdout
 
 
 def test_what_the_scheduler_reports_on_many_pods_of_a_claim_is_shown_once() -> None:

@@ -7,16 +7,27 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from controller.eviction.failed_starts import FailedStart
 from controller.explain.changes import HelpfulChange
 from controller.explain.events import UNREADABLE, InvolvedObject, WrittenEvent
 from controller.report.claim_explainer import OTHER_DRIVERS, Explanation
 from driver.kube.slice_types import ResourceSlice
-from driver.kube.types import GpuNodePlan, PlanMetadata, Pod
+from driver.kube.types import (
+    DeviceTaintRule,
+    DeviceTaintRuleSpec,
+    DeviceTaintSelector,
+    GpuNodePlan,
+    Metadata,
+    PlanMetadata,
+    Pod,
+    Taint,
+)
 from driver.model.plan import (
     OWNED_SUFFIX,
     FailureCause,
+    FaultKind,
     GpuReport,
     PlanMode,
     PlanSpec,
@@ -68,6 +79,12 @@ def test_claims_that_do_not_resolve_by_themselves_are_counted_apart_and_named_at
     assert findings[0].message.endswith("NothingMatches: no GPU has it")
     counts = "6 claims pending: 1 wait (1 AllHeld), 5 do not resolve by themselves (5 NothingMatches)"
     assert result(snapshot, "claims").summary == counts
+
+
+def test_more_claims_are_of_the_same_kind_only_if_they_are() -> None:
+    claims = [claim_pending(f"c{n}", "NoSuchClass" if n < 4 else "TooMany", permanent=True) for n in range(6)]
+    last = result(waiting(*claims), "claims").findings[-1]
+    assert (last.about, last.message) == ("3 more", "of other kinds, too (1 NoSuchClass, 2 TooMany)")
 
 
 def test_the_remedy_is_a_change_that_helps_if_there_is_one_and_the_command_that_explains_the_claim() -> None:
@@ -194,6 +211,36 @@ def test_a_gpu_that_is_cordoned_or_a_neighbours_is_not_unwell() -> None:
     idle = replace(SOUND, slices=[nothing_published()], claims=[])
     for fault in ("cordoned: fan", f"a device plugin{OWNED_SUFFIX}"):
         assert result(replace(idle, plans=told_by_plan(GpuReport(GPU, 3, fault=fault))), "health").findings == ()
+
+
+def test_partitions_that_tessera_did_not_create_are_a_finding_unless_they_are_offered() -> None:
+    idle = replace(SOUND, slices=[nothing_published()], claims=[])
+    cut = told_by_plan(GpuReport(GPU, 0, foreign=0b11110000))
+    message = "has partitions that Tessera did not create on 1 of 1 GPU (gpu-0): what they occupy is not offered"
+    assert found(replace(idle, plans=cut)) == {"health": f"{NODE} {message}"}
+    offered = slice_of([{"name": "gpu-0-mig-3g40gb-4"}])
+    assert found(replace(idle, plans=cut, slices=[offered])) == {}
+    owned = told_by_plan(
+        GpuReport(GPU, 0, foreign=1, fault=f"mig-manager{OWNED_SUFFIX}", fault_kind=FaultKind.RESERVED)
+    )
+    assert "health" not in found(replace(idle, plans=owned))
+
+
+@pytest.mark.parametrize(
+    ("effect", "device", "is_found"),
+    [("NoSchedule", None, True), ("NoExecute", "gpu-0", True), ("None", None, False), ("NoSchedule", "gpu-7", False)],
+)
+def test_a_rule_that_taints_whatever_a_node_publishes_is_a_finding(
+    effect: str, device: str | None, is_found: bool
+) -> None:
+    taint = Taint("maintenance", effect)
+    rule = DeviceTaintRule(
+        Metadata(name="night"), DeviceTaintRuleSpec(taint, DeviceTaintSelector("gpu.tessera.dev", None, device))
+    )
+    tainted = replace(SOUND, claims=[], taint_rules=[rule])
+    message = f"DeviceTaintRule night taints all devices of {NODE}: only claims that tolerate it get one"
+    assert found(tainted) == ({"health": message} if is_found else {})
+    assert ("1 of them tainted" in result(tainted, "devices").summary) is is_found
 
 
 def nothing_published() -> ResourceSlice:

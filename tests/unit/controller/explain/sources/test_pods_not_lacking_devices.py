@@ -106,6 +106,42 @@ def test_what_refuses_the_claim_of_a_template_is_quoted_at_once() -> None:
     assert reasons_of_unplaced(there.queue, Answers(True), UnplacedPods(FakeClock())) == []
 
 
+SMALL_QUOTA = "gpu-inference-1g-10gb.deviceclass.resource.k8s.io/devices"
+
+
+def exceeded(limit: int, name: str) -> str:
+    """The refusal of a claim that would have got this name, as Kubernetes 1.37 writes it."""
+    amounts = f"requested: {SMALL_QUOTA}=1, used: {SMALL_QUOTA}={limit}, limited: {SMALL_QUOTA}={limit}"
+    return f'resourceclaims.resource.k8s.io "{name}" is forbidden: exceeded quota: gpus, {amounts}'
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_a_pod_over_quota_is_told_the_quota_and_whose_claims_use_it_the_same_at_each_try(limit: int) -> None:
+    there = Situation(node_of("a"))
+    there.claim("held", request("gpu-inference-1g-10gb"))
+    there.pod("of-template", resourceClaims=TEMPLATE, metadata={"creationTimestamp": OLD})
+    containers = [{"name": "main", "resources": {"limits": {"nvidia.com/mig-1g.10gb": "1"}}}]
+    sentences = set()
+    for name in ("of-template-gpu-x7k2p", "of-template-gpu-9pq4t"):
+        failure = f"(combined from similar events): PodResourceClaim gpu: create claim: {exceeded(limit, name)}"
+        there.pods[1:] = []
+        condition = pending(f"running PreBind plugin: create claim: {exceeded(limit, name)}")
+        there.pod("by-resource", containers=containers, status=condition, metadata={"creationTimestamp": OLD})
+        found = reasons_of_unplaced(there.queue, Answers(True, failure))
+        assert [(each.code, each.permanent) for each in found] == [(ReasonCode.OVER_QUOTA, limit == 0)] * 2
+        sentences |= {each.sentence for each in found}
+    [sentence] = sentences
+    assert sentence.endswith(f"the ResourceQuota gpus: {limit} of {limit} {SMALL_QUOTA} used, by claim held")
+
+
+def test_a_refusal_is_quoted_without_the_name_that_the_claim_would_have_got() -> None:
+    there = Situation(node_of("a"))
+    there.pod("pod", resourceClaims=TEMPLATE, metadata={"creationTimestamp": OLD})
+    failure = 'resourceclaims.resource.k8s.io "pod-gpu-x7k2p" is forbidden: a policy says no'
+    [reason] = reasons_of_unplaced(there.queue, Answers(True, failure))
+    assert reason.sentence.endswith("large: resourceclaims.resource.k8s.io is forbidden: a policy says no")
+
+
 def test_a_template_is_looked_up_once_for_all_pods_and_decisions() -> None:
     answers = Answers(False)
     there = Situation(node_of("a"))
@@ -282,3 +318,21 @@ def test_a_pod_whose_template_is_not_looked_up_yet_waits_as_long_as_one_whose_te
     unplaced = UnplacedPods(FakeClock())
     assert reasons_of_unplaced(there.queue, Answers(True), unplaced) == []
     assert unplaced.next_s == pytest.approx(LOOKUP_INTERVAL_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("resource", "name"),
+    [
+        ("nvidia.com/gpu", "gpu-training"),
+        ("nvidia.com/gpu.shared", "gpu-dev"),
+        ("nvidia.com/mig-1g.10gb", "gpu-inference-1g-10gb"),
+        ("example.com/fpga", ""),
+    ],
+)
+def test_a_pod_that_requests_a_resource_of_no_class_is_told_which_class_can_have_it(resource: str, name: str) -> None:
+    there = Situation([*node_of("a")])
+    containers = [{"name": "main", "resources": {"limits": {resource: "1"}}}]
+    there.pod("old-style", metadata={"creationTimestamp": OLD}, containers=containers)
+    found = [(each.pending.key, each.code, each.permanent) for each in reasons(there)]
+    assert found == ([("Pod/default/old-style", ReasonCode.NOT_MAPPED, True)] if name else [])
+    assert all(f"extendedResourceNames={{{name}}}" in each.sentence for each in reasons(there))
