@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
 from kubelet_plugin.coexistence.other_drivers import OtherDriverWatch
+from kubelet_plugin.dra.registration import Registration
 from kubelet_plugin.health.monitor import HealthMonitor
 from kubelet_plugin.metrics.measurements import Measurements
 from kubelet_plugin.plan.follower import PlanFollower
@@ -62,13 +64,16 @@ class Publishing:
     ) -> None:
         client, fields, node = api.client, api.fields, settings.node_name
         pool, inventory, probes = stores.pool, stores.inventory, background.probes
-        self._inventory, self._health = inventory, health
+        self._inventory, self._health, self._watched = inventory, health, probes.publishing
         self._instructions = WatchedInstructions(client, settings.namespace, node, settings.publish, changes)
         self._follower = PlanFollower(
             self._instructions, inventory, fields, PlanFile(settings.state_dir), changes, settings.layout
         )
         self.uninstall = Uninstall(self._instructions, stores.checkpoint, stores.cdi, settings.state_dir)
-        source = NodeSlices(client, stores, self._follower, self.uninstall, other_drivers, SliceBuilder(pool))
+        self.registration = Registration(self._instructions.has_kubelet, health.node_conditions)
+        source = NodeSlices(
+            client, stores, self._follower, self.uninstall, other_drivers, self.registration, SliceBuilder(pool)
+        )
         self._publisher = Publisher(
             client,
             pool,
@@ -77,10 +82,8 @@ class Publishing:
             SliceObserver(background.steps, background.measurements),
             loop=background.loop(SLICES_DELAY_SECONDS, probes.publishing),
         )
-        self._watched = probes.publishing
-        report = PlanReport(self._follower, health)
         loop = background.loop(STATUS_DELAY_SECONDS, probes.plan_status)
-        self._plan_status = PlanStatusWriter(client, node, report, loop=loop)
+        self._plan_status = PlanStatusWriter(client, node, PlanReport(self._follower, health), loop=loop)
         self._fence_release = FenceRelease(client, settings.namespace, pool, self._follower.mode_choice)
         self._claim_status = StatusWriter(
             client,
@@ -97,9 +100,13 @@ class Publishing:
             self._fence_release.run,
             self._follower.run,
         )
-        self.readers = (self._publisher.cache.run, *self._instructions.loops)
         self.device_names, self.notify_slices = self._publisher.device_names, self._publisher.notify
         self.notify_claim_status, self.notify_plan_status = self._claim_status.notify, self._plan_status.notify
+
+    @property
+    def readers(self) -> tuple[Callable[[threading.Event], None], ...]:
+        """Loops that receive what the cluster tells the node."""
+        return (self._publisher.cache.run, *self._instructions.loops)
 
     def devices(self) -> list[Device]:
         devices = (self._inventory.device(name) for name in sorted(self._follower.publication.names))
@@ -147,6 +154,7 @@ class NodeSlices:
     follower: PlanFollower
     uninstall: Uninstall
     other_drivers: OtherDriverWatch
+    registration: Registration
     builder: SliceBuilder
 
     def desired(self, slices: PresentSlices) -> Mapping[str, Content]:
@@ -157,6 +165,9 @@ class NodeSlices:
 
     def is_complete(self) -> bool:
         return not self.follower.mode_choice.is_waiting
+
+    def creation_delay(self, absent_since: float | None) -> float:
+        return self.registration.creation_delay(absent_since)
 
     def owner(self) -> Mapping[str, Any]:
         return owner_reference(self.client, self.stores.pool.node)

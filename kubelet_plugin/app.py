@@ -22,12 +22,13 @@ from driver.slices.api_server_fields import KeptFields
 from driver.slices.pool_names import Pool
 from driver.step_observer import unobserved
 from kubelet_plugin.api_writers import ApiAccess, Publishing
-from kubelet_plugin.cdi.driver_files import find_driver_files
+from kubelet_plugin.cdi.driver_files import DriverFileWatch
 from kubelet_plugin.cdi.spec_files import CdiDirectory
 from kubelet_plugin.cdi.spec_format import SpecFormat
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.files import probe
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
+from kubelet_plugin.checkpoint.known_gpus import KnownGpus
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, held_shares
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.killable_steps import NodeStep, Observer, StepRunner
@@ -47,6 +48,7 @@ from kubelet_plugin.inventory.standalone_offers import check_layouts, setting_wa
 from kubelet_plugin.metrics import probes
 from kubelet_plugin.metrics.measurements import Measurements
 from kubelet_plugin.reconcile.claim_activity import BackgroundWork, ClaimActivity
+from kubelet_plugin.reconcile.node_checks import NodeChecks
 from kubelet_plugin.reconcile.orphans import Orphans
 from kubelet_plugin.reconcile.recovery import ClaimReconciler, recover
 from kubelet_plugin.reconcile.trials import Trials
@@ -106,8 +108,12 @@ class NodePlugin:
         self._subscribe()
         recover(self._stores, self._preparer.cleanup, self._step)
         inventory = self._stores.inventory
-        self._scanner.scan_partitions(inventory, inventory.gpus)
-        self._health.handle_scan(inventory.gpus)
+        self._save_gpus()
+        answering = [gpu for gpu in inventory.gpus if inventory.fault(gpu) is None]
+        self._scanner.scan_partitions(inventory, answering)
+        self._health.handle_scan(answering)
+        self._directory_probes.probe()
+        self._node_checks.handle_scan(answering)
 
     def _open_hardware(self) -> None:
         """Open hardware, checkpoint and CDI directory, discover the GPUs, and watch their health."""
@@ -117,12 +123,14 @@ class NodePlugin:
         with self._step(NodeStep.LOAD_CHECKPOINT):
             records = checkpoint.load()
         self._scanner = Scanner(host, settings, self._events)
+        self._known_gpus = KnownGpus(settings.state_dir, boot_id(paths))
         with self._step(NodeStep.DISCOVER):
-            inventory = _discover(self._scanner, records, settings)
+            inventory = _discover(self._scanner, records, settings, self._known_gpus)
         self._other_drivers = OtherDriverWatch(
             self._api.client, settings, inventory, self._scanner, self._changes, self._events
         )
-        specs = SpecFormat(settings.driver_name, find_driver_files(paths, settings.driver_root))
+        self._driver_files = DriverFileWatch(paths, settings.driver_root)
+        specs = SpecFormat(settings.driver_name, self._driver_files.files)
         self._stores = ClaimStores(
             pool=Pool(settings.node_name, settings.driver_name),
             inventory=inventory,
@@ -183,21 +191,26 @@ class NodePlugin:
         """Define what ``/livez`` and ``/readyz`` check; probe the directories that a prepare writes to."""
         settings, stores, clock = self._settings, self._stores, Clock()
         hardware = probes.HardwareCheck(stores.inventory)
-        followers = (self._reconciler, self._health, hardware)
-        give_way = self._background.activity.wait_idle(SCAN_DELAY_SECONDS)
-        self._scan_loop = ScanLoop(self._scanner, stores.inventory, followers, self._changes, give_way)
         write = partial(probe, settings.state_dir / probes.PROBE)
         state = probes.DirectoryProbe(settings.state_dir, write, probes.STATE_REASONS, self._events, clock)
         specs = probes.DirectoryProbe(settings.cdi_dir, stores.cdi.probe, probes.CDI_REASONS, self._events, clock)
         self._directory_probes = probes.DirectoryProbes(state, specs)
+        nodes, driver_files = self._host.nodes, self._driver_files
+        self._node_checks = NodeChecks(nodes, driver_files, stores, self._health, specs.failure, self._events)
+        followers = (self._node_checks, self._reconciler, self._health, hardware)
+        give_way = self._background.activity.wait_idle(SCAN_DELAY_SECONDS)
+        self._scan_loop = ScanLoop(self._scanner, stores.inventory, followers, self._changes, give_way)
         self._ready = (
+            Check("registered", self._publishing.registration.failure),
             Check("slices", self._publishing.not_ready),
             Check("hardware", hardware.failure),
             Check("neighbours", self._other_drivers.not_ready),
             Check("checkpoint", state.failure),
-            Check("cdi", specs.failure),
         )
         self._live = (Check("cdi-mount", stores.cdi.detached),)
+
+    def _save_gpus(self) -> None:
+        self._known_gpus.save(self._stores.inventory.gpus)
 
     def _subscribe(self) -> None:
         """Say which parts act on which change, in which order."""
@@ -211,12 +224,14 @@ class NodePlugin:
         subscribe(NodeChange.RESERVATIONS, publishing.notify)
         hold_again = self._stores.hold_all
         subscribe(NodeChange.HARDWARE, hold_again, reconciler.notify, publishing.notify, health_service.notify)
+        subscribe(NodeChange.HARDWARE, self._save_gpus)
         trials = self._trials.notify
         subscribe(NodeChange.HEALTH, publishing.notify, publishing.notify_claim_status, health_service.notify, trials)
         usage = [self._usage.notify] if self._usage else []
         subscribe(NodeChange.PREPARED, publishing.claim_prepared, *usage)
         subscribe(NodeChange.RELEASED, publishing.claim_released, *usage)
         subscribe(NodeChange.UNPREPARED, publishing.notify_plan_status)
+        subscribe(NodeChange.CONDITION, publishing.notify_plan_status)
         subscribe(NodeChange.RELEASE_FAILED, reconciler.notify)
         restored = f"{self._settings.cdi_dir} was missing: it is created again, with the CDI specs of prepared claims"
         tell = partial(self._events.node, EventReason.CDI_RESTORED, restored)
@@ -302,10 +317,9 @@ class NodePlugin:
         return self._background.activity.active
 
     def _registered(self, accepted: bool, reason: str) -> None:
-        self._probes.set_registered(accepted, reason)
+        self._publishing.registration.set(accepted, reason)
         if accepted:
-            # The kubelet has just started, and a kubelet that starts deletes the node's slices.
-            self._publishing.notify_slices()
+            self._publishing.notify_slices()  # they wait for it, and a kubelet that has just started deletes them
 
 
 def node_plugin(settings: NodeSettings, stop: threading.Event) -> NodePlugin | RollingInstance | None:
@@ -342,9 +356,13 @@ def _api_access(
     ), recorder
 
 
-def _discover(scanner: Scanner, records: Iterable[ClaimRecord], settings: NodeSettings) -> Inventory:
-    """The node's GPUs; held devices keep the names by which they were allocated. Raises HardwareError, UsageError."""
-    gpus, _ = scanner.discover()
+def _discover(
+    scanner: Scanner, records: Iterable[ClaimRecord], settings: NodeSettings, known_gpus: KnownGpus
+) -> Inventory:
+    """The node's GPUs, also those that do not answer at present; held devices keep the names by which they were
+    allocated. Raises HardwareError, UsageError."""
+    gpus, reasons = scanner.discover()
+    missing = [gpu for gpu in known_gpus.missing(gpus, reasons) if settings.manages(gpu)]
     kept = {device.gpu_uuid: device.number for record in records for device in record.devices}
     products = ", ".join(sorted({gpu.product_name for gpu in gpus}))
     log.info("discovered GPUs", extra={"count": len(gpus), "products": products})
@@ -352,4 +370,6 @@ def _discover(scanner: Scanner, records: Iterable[ClaimRecord], settings: NodeSe
     for warning in setting_warnings(settings, gpus):
         log.warning(warning)
     sharing = GpuSharing(settings.shares.of, settings.shares_only)
-    return Inventory(gpus, number_gpus(gpus, kept), sharing, held_shares(records))
+    inventory = Inventory([*gpus, *missing], number_gpus([*gpus, *missing], kept), sharing, held_shares(records))
+    inventory.update(gpus, {gpu.uuid: reasons[gpu.index] for gpu in missing if gpu.index in reasons})
+    return inventory

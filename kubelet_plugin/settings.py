@@ -18,6 +18,7 @@ from driver.config.shared_flags import (
     parse_listen_address,
 )
 from driver.errors import UsageError
+from driver.model.gpu import Gpu
 from driver.model.gpu_settings import (
     EVERY_GPU,
     NO_GPU,
@@ -113,6 +114,10 @@ class NodeSettings:
     def simulated(self) -> str | None:
         """The name or file of the simulated node, or None for real GPUs."""
         return self.gpus.removeprefix("sim:") if self.gpus.startswith("sim:") else None
+
+    def manages(self, gpu: Gpu) -> bool:
+        """Whether the plugin uses ``gpu``."""
+        return gpu in self.include_gpus and gpu not in self.exclude_gpus
 
     @property
     def publish_existing(self) -> bool:

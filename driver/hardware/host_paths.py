@@ -58,6 +58,10 @@ class HostPaths:
     def for_runtime(self, path: str) -> str:
         return _joined(self.runtime_root, path)
 
+    def runtime_has(self, path: str) -> bool:
+        """Whether the file exists that the container runtime finds at ``path``, as ``for_runtime`` returns it."""
+        return self.has(path.removeprefix(str(self.runtime_root).rstrip("/")))
+
     def has(self, path: str) -> bool:
         return os.access(_joined(self.root, path), os.F_OK)
 

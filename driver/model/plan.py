@@ -205,6 +205,29 @@ class UnpreparedClaim(msgspec.Struct, frozen=True, rename="camel"):
     message: str = ""
 
 
+class NodeConditionType(StrEnum):
+    """What is wrong with a node as a whole.
+
+    UNREGISTERED: the kubelet has not registered the plugin. UNABLE: no pod with a GPU can start.
+    DRIVER_FILES_CHANGED: containers that run still have files of the NVIDIA driver that are gone on the host.
+    """
+
+    UNREGISTERED = "Unregistered"
+    UNABLE = "Unable"
+    DRIVER_FILES_CHANGED = "DriverFilesChanged"
+
+
+class NodeCondition(msgspec.Struct, frozen=True, rename="camel"):
+    """Something that is wrong with a node as a whole: ``since`` when by its clock, and why.
+
+    ``type`` is a NodeConditionType, or one that a later version of the node plugin reports.
+    """
+
+    type: str
+    since: str
+    message: str
+
+
 class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
     """``epoch`` changes whenever the node has stood alone: what it offers then is no plan's doing.
 
@@ -216,6 +239,7 @@ class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
     them like published ones. ``refused`` are offers that are not published, and why. ``faults`` are those that an
     operator can clear, each as ClearedFaults writes it, and what it is. ``unprepared`` are the claims whose pods wait
     for their devices to be prepared, ``unreleased`` those whose pods have ended and whose devices can't be released.
+    ``conditions`` are what is wrong with the node as a whole.
     """
 
     observed_generation: int = 0
@@ -231,6 +255,7 @@ class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
     left_out: tuple[str, ...] = ()
     unprepared: tuple[UnpreparedClaim, ...] = ()
     unreleased: tuple[UnpreparedClaim, ...] = ()
+    conditions: tuple[NodeCondition, ...] = ()
 
 
 class FaultKind(StrEnum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -216,6 +217,13 @@ class SliceSource(Protocol):
         """Asked after ``desired``: while this is False the pool has one slice, and says that it has more, so that
         nobody relies on it."""
 
+    def creation_delay(self, absent_since: float | None) -> float:
+        """Seconds until slices may be created, asked while there are none; infinite: until ``Publisher.notify``.
+
+        ``absent_since``: the monotonic time at which those that this process has published were missing; None: it has
+        published none.
+        """
+
     def owner(self) -> Mapping[str, Any]:
         """The Node's owner reference, asked for every new slice: a Node that was deleted and registered again has
         another uid, and what the old one owns is garbage. Raises ApiError."""
@@ -255,6 +263,8 @@ class Publisher:
         self._owner: Mapping[str, Any] | None = None
         self._sent: dict[str, Stored] = {}
         self._reported: set[str] = set()
+        self._has_published = False
+        self._absent_since: float | None = None
         work = loop("publishing slices", self._reconcile, COALESCE_INTERVAL_SECONDS)
         self.notify, self.notify_within, self.run = work.notify, work.notify_within, work.run
         self.published = threading.Event()
@@ -270,9 +280,13 @@ class Publisher:
         item = self._store.snapshot().get(Key("", self._pool.device_slice(gpu.number, divided=gpu.divided)))
         return item is not None and any(COUNTERS_FIELD in device for device in item["spec"].get("devices") or ())
 
-    def _reconcile(self) -> None:
+    def _reconcile(self) -> float | None:
+        """Write what differs, or return after how many seconds to call again. Raises RecoverableError."""
         if not self._store.synced:
-            return
+            return None
+        delay = self._creation_delay()
+        if delay > 0.0:
+            return None if delay == math.inf else delay
         if self._fields is not None:
             self._fields.check(self._client, self._pool)
         desired, missing = self._source.desired(self), 0
@@ -286,8 +300,9 @@ class Publisher:
         started = time.perf_counter()
         self._write(todo)
         self.published.set()
+        self._has_published = bool(desired)
         if not todo:
-            return
+            return None
         self._observer.written(len(todo.write) + len(todo.delete), time.perf_counter() - started)
         log.info(
             "published slices",
@@ -298,6 +313,16 @@ class Publisher:
                 "deleted": len(todo.delete),
             },
         )
+        return None
+
+    def _creation_delay(self) -> float:
+        """Seconds until slices may be written; single ones that are missing are created at once."""
+        if self._store.snapshot():
+            self._absent_since = None
+            return 0.0
+        if self._has_published and self._absent_since is None:
+            self._absent_since = time.monotonic()
+        return self._source.creation_delay(self._absent_since)
 
     def _write(self, todo: Changes) -> None:
         existing = dict(todo.existing)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from driver.errors import EnvironmentFault, StateError
-from kubelet_plugin.cdi.spec_format import CLASS, CdiDevice, SpecFormat, devices_in
+from kubelet_plugin.cdi.spec_format import CLASS, CdiDevice, SpecFormat, devices_in, mounted_in
 from kubelet_plugin.checkpoint import files
 
 log = logging.getLogger(__name__)
@@ -26,18 +26,23 @@ class CdiDirectory:
         """
         self.specs, self._directory, self._restored = specs, directory, restored
         self._prefix = f"{specs.driver}-{CLASS}_"
+        self._compared: dict[str, int] = {}
         try:
             directory.mkdir(mode=0o755, parents=True, exist_ok=True)
         except OSError as error:
             raise EnvironmentFault(f"--cdi-dir {directory}: can't be created: {error.strerror}") from error
 
     def write(self, uid: str, devices: Sequence[CdiDevice], *, reserved: bool = False) -> bool:
-        """Write the claim's file unless it has this content already; returns whether it was written.
+        """Write the claim's file unless it has this content already.
 
-        ``reserved``: space was reserved for it.
+        Returns whether a file was written because somebody else had removed or changed it: not if an earlier version of
+        the plugin wrote it, or if the driver files have changed. ``reserved``: space was reserved for it.
         """
         path, spec = self._path(uid), self.specs.encode(uid, devices)
-        if files.read_if_exists(path) == spec:
+        before = files.read_if_exists(path)
+        is_damaged = before is None or hash(before) != self._compared.get(uid, hash(before))
+        self._compared[uid] = hash(spec)
+        if before == spec:
             if reserved:
                 self.unreserve(uid)
             return False
@@ -48,7 +53,7 @@ class CdiDirectory:
             if not self.restore():
                 raise
             files.write_atomically(path, spec, durable=False, mode=SPEC_MODE)
-        return True
+        return is_damaged
 
     def reserve(self, uid: str, devices: int) -> None:
         """Allocate space for the next ``write`` of a spec with so many devices, or raise StateError."""
@@ -97,6 +102,16 @@ class CdiDirectory:
         except OSError as error:
             raise StateError(f"can't read {self._path(uid)}: {error.strerror}") from error
 
+    def is_current(self, uid: str) -> bool:
+        """Whether the claim's spec is as it should be: as this process has written or compared it, with the present
+        driver files."""
+        spec = files.read_if_exists(self._path(uid))
+        return spec is not None and hash(spec) == self._compared.get(uid) and self.specs.is_current(spec)
+
+    def mounted(self, uid: str) -> list[str]:
+        """The host paths that the claim's spec mounts; empty without a valid spec."""
+        return mounted_in(files.read_if_exists(self._path(uid)) or b"")
+
     def devices(self, uid: str) -> dict[str, str]:
         """The devices in the claim's spec, name to UUID; empty if there is no spec or it is invalid."""
         try:
@@ -107,6 +122,7 @@ class CdiDirectory:
             raise StateError(f"can't read {self._path(uid)}: {error.strerror}") from error
 
     def remove(self, uid: str) -> None:
+        self._compared.pop(uid, None)
         files.remove(self._path(uid), durable=False)
         self.unreserve(uid)
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
+from driver.errors import StateError
 from driver.hardware.device_nodes import DeviceNode
-from kubelet_plugin.cdi.driver_files import DriverFiles
+from kubelet_plugin.cdi.driver_files import CUDA, DriverFiles
 
 CDI_VERSION = "0.5.0"
 CLASS = "claim"
@@ -54,6 +55,14 @@ class SpecFormat:
     def __init__(self, driver: str, files: DriverFiles) -> None:
         self.driver = driver
         self._kind = f"{driver}/{CLASS}"
+        self._common = b""
+        self.use(files)
+
+    def use(self, files: DriverFiles) -> None:
+        """Mount these files from now on. Files without CUDA are mounted nowhere: others will come."""
+        self.files = files
+        if self._common and not files.has_cuda:
+            return
         head = _formatted({"cdiVersion": CDI_VERSION, "kind": self._kind, "devices": []})
         whole = _formatted(
             {"cdiVersion": CDI_VERSION, "kind": self._kind, "devices": [], "containerEdits": _edits(files)}
@@ -72,8 +81,15 @@ class SpecFormat:
         head = _formatted({"cdiVersion": CDI_VERSION, "kind": self._kind, "devices": own})
         return head[: -len(OBJECT_END)] + self._common
 
+    def is_current(self, spec: bytes) -> bool:
+        """Whether a spec has what all specs have in common now."""
+        return spec.endswith(self._common)
+
     def room(self, devices: int) -> int:
-        """Bytes to reserve for the spec of a claim, before its partitions are created."""
+        """Bytes to reserve for the spec of a claim, before its partitions are created. Raises StateError if the driver
+        files are incomplete: containers would run without CUDA."""
+        if not self.files.has_cuda:
+            raise StateError(f"the driver files of this node have no {CUDA}: no container could use CUDA")
         return len(self._common) + DEVICE_BYTES * (devices + 1)
 
     def device_id(self, uid: str, device: str) -> str:
@@ -96,6 +112,14 @@ def devices_in(spec: bytes, uid: str) -> dict[str, str]:
         }
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError, StopIteration):
         return {}
+
+
+def mounted_in(spec: bytes) -> list[str]:
+    """The host paths that a spec mounts; empty if it is invalid."""
+    try:
+        return [str(mount["hostPath"]) for mount in msgspec.json.decode(spec, type=Spec)["containerEdits"]["mounts"]]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return []
 
 
 def _formatted(spec: Mapping[str, Any]) -> bytes:

@@ -148,7 +148,9 @@ class Preparer:
             specs = {record.uid for record in records}
         partitions_by_gpu = {uuid: self._partitions_on(uuid) for record in records for uuid in record.gpu_uuids}
         for record in records:
-            lost = [] if record.uid in specs else ["its CDI spec"]
+            answering = all(partitions_by_gpu[uuid] is not None for uuid in record.gpu_uuids)
+            missing = record.uid not in specs or (answering and not self._stores.cdi.is_current(record.uid))
+            lost = ["its CDI spec"] if missing else []
             for entry in record.devices:
                 partitions = partitions_by_gpu[entry.gpu_uuid]
                 if entry.kind is DeviceKind.PARTITION and partitions is not None and entry.partition not in partitions:

@@ -35,12 +35,12 @@ PARALLEL_CALLS = 16 + MAX_STREAMS
 STOP_TIMEOUT_SECONDS = 20.0
 """Longest time for calls in progress after SIGTERM; a pod's default grace period is 30 s."""
 
-REGISTRATION_TIMEOUT_SECONDS = 15.0
-"""A kubelet that watches the directory calls within a second; after this time the log says that none did."""
+REGISTRATION_TIMEOUT_SECONDS = 30.0
+"""A kubelet that watches the directory calls within a second; after this time none is expected to."""
 
 
 Registered = Callable[[bool, str], None]
-"""(whether the kubelet accepted the registration, why not)."""
+"""(whether the kubelet accepted the registration, why not); also if none has called for long."""
 
 
 class SocketServer:
@@ -73,13 +73,14 @@ class SocketServer:
 
 
 class Registry(SocketServer):
-    """The registration socket. Logs a warning, once, if no kubelet calls within REGISTRATION_TIMEOUT_SECONDS."""
+    """The registration socket."""
 
     def __init__(self, settings: NodeSettings, registered: Registered) -> None:
-        """``registered`` receives the result that the kubelet reports. Raises EnvironmentFault."""
+        """``registered`` receives the result that the kubelet reports, or that none has called within
+        REGISTRATION_TIMEOUT_SECONDS. Raises EnvironmentFault."""
         self._settings = settings
         self._registered = registered
-        self._timer = threading.Timer(REGISTRATION_TIMEOUT_SECONDS, self._warn)
+        self._timer = threading.Timer(REGISTRATION_TIMEOUT_SECONDS, self._not_called)
         self._timer.daemon, self._timer.name = True, "registration"
         methods = {"GetInfo": self._get_info, "NotifyRegistrationStatus": self._notify}
         super().__init__(settings.registration_socket, [rpc_handler(messages, "Registration", methods)], calls=2)
@@ -104,12 +105,15 @@ class Registry(SocketServer):
             log.info("registered with the kubelet", extra=extra)
         else:
             log.error("the kubelet refused the registration", extra={**extra, "error": status.error})
-        self._registered(status.plugin_registered, status.error)
+        why = "" if status.plugin_registered else f"the kubelet refused the registration: {status.error}"
+        self._registered(status.plugin_registered, why)
         return messages.RegistrationStatusResponse()
 
-    def _warn(self) -> None:
-        text = "the kubelet has not registered this plugin: is its --root-dir really %s? (--kubelet-dir)"
-        log.warning(text, self._settings.kubelet_dir)
+    def _not_called(self) -> None:
+        where = self._settings.kubelet_dir
+        why = f"the kubelet has not registered this plugin: is its --root-dir really {where}? (--kubelet-dir)"
+        log.warning(why)
+        self._registered(False, why)
 
 
 class PluginSockets:

@@ -5,6 +5,7 @@
     NVML reports the GPU unavailable                 GPU                     the GPU responds again
     NVML reports a recovery action                   GPU                     NVML reports none any more
     the hardware refused three changes in a row      GPU                     such a change succeeds (``Trials``)
+    no pod with a GPU can start (``NodeChecks``)     every GPU               a pod can start
     partition lost, release stuck (``reconcile``)    devices of the claim    the claim is repaired or released
     ``tessera cordon``                               GPU                     ``tessera uncordon``
 
@@ -25,6 +26,9 @@ from kubelet_plugin.inventory.inventory import Inventory
 
 FAILING = "failing"
 """Taint value of a failing GPU, and its kind in metrics."""
+
+UNABLE = "unable"
+"""Taint value of all GPUs of a node that can start no pod with a GPU."""
 
 ReportedConditions = Mapping[tuple[str, ConditionType], tuple[str, int]]
 """Conditions that other parts have reported: (device name, type) -> (reason, stamp)."""
@@ -60,9 +64,13 @@ def failing_condition(refused: RefusedChanges, slices: int | None = None) -> Dev
 
 
 def conditions_by_gpu(
-    record: HealthRecord, reported: ReportedConditions, offered_for_trial: Mapping[str, int], inventory: Inventory
+    record: HealthRecord,
+    reported: ReportedConditions,
+    offered_for_trial: Mapping[str, int],
+    inventory: Inventory,
+    unable: str | None = None,
 ) -> dict[str, tuple[DeviceCondition, ...]]:
-    """All conditions: faults in the order of detection, then conditions of devices, then the cordon.
+    """All conditions: faults in the order of detection, then conditions of devices, then ``unable``, then the cordon.
 
     Recovery actions come after other faults: they follow from them, even if they are seen first. A failing GPU is
     unhealthy but for the memory slices (bit mask by GPU) that are ``offered_for_trial``.
@@ -78,6 +86,8 @@ def conditions_by_gpu(
         device = inventory.device(name)
         if device is not None:
             conditions[device.gpu.uuid].append(DeviceCondition(kind.value, reason, device=name, stamp=stamp))
+    for gpu in inventory.gpus if unable is not None else ():
+        conditions[gpu.uuid].append(DeviceCondition(UNABLE, unable or ""))
     for uuid, reason in record.cordoned.items():
         conditions[uuid].append(DeviceCondition("cordoned", reason, cordon=True))
     return {uuid: tuple(of_gpu) for uuid, of_gpu in conditions.items()}

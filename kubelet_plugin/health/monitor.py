@@ -19,18 +19,20 @@ from driver.hardware.host import Host
 from driver.model.device import Device
 from driver.model.gpu import Gpu
 from driver.model.gpu_health import ConditionType, DeviceCondition, GpuEvent
-from driver.model.plan import ClearedFaults, PlanSpec
+from driver.model.plan import ClearedFaults, NodeConditionType, PlanSpec
 from kubelet_plugin.changes import ChangeNotifier, GpuChange, NodeChange, NodeEventSink
 from kubelet_plugin.checkpoint.records import Checkpoint, slices_of_instance
 from kubelet_plugin.health import recorded_faults
 from kubelet_plugin.health.device_conditions import (
     FAILING,
+    UNABLE,
     condition_of,
     conditions_by_gpu,
     failing_condition,
     fault_of_event,
 )
 from kubelet_plugin.health.failed_preparations import FailedPreparations
+from kubelet_plugin.health.node_conditions import NodeConditions
 from kubelet_plugin.health.recorded_faults import HealthFile, HealthRecord, RefusedChanges
 from kubelet_plugin.inventory.inventory import Inventory
 
@@ -64,11 +66,13 @@ class HealthMonitor:
         self._file, self._changes, self._events = file, changes, events
         self._clock = clock
         self.failed_preparations = FailedPreparations(changes, clock)
+        self.node_conditions = NodeConditions(changes, events, clock)
         self._lock = threading.RLock()  # keeps Events and inventory in the order of the changes
         self._record = self._file.load()
         self._device_conditions: dict[tuple[str, ConditionType], tuple[str, int]] = {}
         self._offered_for_trial: dict[str, int] = {}
         self._recovery_supported: set[str] = set()
+        self._unable: str | None = None
         self._current: dict[str, tuple[DeviceCondition, ...]] = {}
         self._refresh()
         self._reported = {uuid: _reasons(of_gpu) for uuid, of_gpu in self._current.items()}
@@ -145,6 +149,13 @@ class HealthMonitor:
             self._offered_for_trial[gpu.uuid] = slices
             self._publish()
 
+    def set_unable(self, reason: str | None) -> None:
+        """Record why the node can start no pod with a GPU; None: it can."""
+        with self._lock:
+            self.node_conditions.set(NodeConditionType.UNABLE, reason)
+            self._unable = reason
+            self._publish()
+
     def unhealthy_reason(self, device: Device) -> str | None:
         """Why ``device`` is not healthy, or None. A cordoned device is healthy."""
         return self._reason(device, ())
@@ -209,7 +220,7 @@ class HealthMonitor:
         """Update the inventory; returns whether anything changed."""
         before = self._current
         self._current = conditions_by_gpu(
-            self._record, self._device_conditions, self._offered_for_trial, self._inventory
+            self._record, self._device_conditions, self._offered_for_trial, self._inventory, self._unable
         )
         uuids = before.keys() | self._current.keys()
         changed = [self._inventory.set_conditions(uuid, self._current.get(uuid, ())) for uuid in uuids]
@@ -237,11 +248,12 @@ class HealthMonitor:
 
 
 def _reasons(conditions: Iterable[DeviceCondition]) -> dict[str, str]:
-    """Descriptions of the conditions without cordons, each with its cause, such as ``xid-48``."""
+    """Descriptions of the conditions without cordons and what is wrong with the node as a whole,
+    each with its cause, such as ``xid-48``."""
     return {
         f"{condition.device}: {condition}" if condition.device else str(condition): " ".join(
             filter(None, (condition.device, condition.value))
         )
         for condition in conditions
-        if not condition.cordon
+        if not condition.cordon and condition.value != UNABLE
     }

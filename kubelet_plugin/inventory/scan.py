@@ -66,7 +66,7 @@ class Scanner:
         MIG mode is requested only on GPUs that ``inventory`` knows not to be reserved for another driver.
         """
         discovery, settings = self._host.discover(), self._settings
-        ours = [gpu for gpu in discovery.gpus if gpu in settings.include_gpus and gpu not in settings.exclude_gpus]
+        ours = [gpu for gpu in discovery.gpus if settings.manages(gpu)]
         self.excluded_count = sum(gpu in settings.exclude_gpus for gpu in discovery.gpus)
         self._report(discovery.faults, ours, inventory)
         return ours, {fault.index: fault.reason for fault in discovery.faults}

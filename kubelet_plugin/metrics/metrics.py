@@ -22,6 +22,7 @@ from driver.http import Page
 from driver.kube.types import Claim
 from driver.model.gpu_health import ConditionType
 from driver.model.offer import DeviceKind
+from driver.model.plan import NodeConditionType
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.killable_steps import NodeStep
@@ -194,6 +195,10 @@ class NodeGauges(Collector):
         unhealthy = sum(any(map(self.health.unhealthy_reason, of_gpu)) for of_gpu in devices_by_gpu)
         yield GaugeMetricFamily("tessera_unhealthy_gpus", "GPUs with at least one unhealthy device.", unhealthy)
         faults = {**dict.fromkeys(FAULT_KINDS, 0), **self.health.faults_by_kind()}
+        conditions = dict.fromkeys((kind.value for kind in NodeConditionType), 0)
+        conditions |= {condition.type: 1 for condition in self.health.node_conditions.current()}
+        meaning = "1 while something is wrong with the node as a whole."
+        yield _counts("tessera_node_conditions", meaning, "type", conditions)
         yield _counts("tessera_gpu_faults", "Current faults of GPUs; kind cordoned: cordoned GPUs.", "kind", faults)
 
 

@@ -48,7 +48,7 @@ SOCKET_TIMEOUT_SECONDS = 60.0
 
 
 class NodeProbes:
-    """Thread-safe. The plugin reports to ``reach``, ``watchdog`` and ``set_registered``."""
+    """Thread-safe. The plugin reports to ``reach`` and ``watchdog``."""
 
     def __init__(self, settings: NodeSettings, stop: threading.Event) -> None:
         self.reach = ApiReach()
@@ -57,13 +57,6 @@ class NodeProbes:
         self.plan_status = self.watchdog.watch("writing the plan's status")
         self._settings = settings
         self._socket = SocketCheck(settings.plugin_socket)
-        self._not_registered: str | None = (
-            "the kubelet has not called the registration socket yet; is it running, and is --kubelet-dir its directory?"
-        )
-
-    def set_registered(self, accepted: bool, reason: str) -> None:
-        """Record the kubelet's answer to the registration (``NotifyRegistrationStatus``)."""
-        self._not_registered = None if accepted else f"the kubelet refused the registration: {reason}"
 
     def serve(
         self, stack: ExitStack, metrics: Callable[[], Mapping[str, Page]], live: Sequence[Check], ready: Sequence[Check]
@@ -73,8 +66,7 @@ class NodeProbes:
         ``live`` and ``ready`` are further checks; a failure of ``live`` is one that a new container repairs.
         """
         live = [Check("loops", self.watchdog.failure), Check("grpc", self._socket.failure), *live]
-        registered = Check("registered", lambda: self._not_registered)
-        ready = [registered, Check("api", self.reach.failure), *ready]
+        ready = [Check("api", self.reach.failure), *ready]
         addresses = [
             ("--metrics-address", self._settings.metrics_address, metrics),
             ("--health-address", self._settings.health_address, lambda: health_pages(live, ready)),
@@ -185,7 +177,7 @@ class DirectoryProbe:
         began = self._began_at
         late = 0.0 if began is None else self._clock.monotonic() - began
         if late > SCAN_TIMEOUT_SECONDS:
-            return f"a write to {self._directory} has not returned for {late:.0f} s"
+            return f"a write to {self._directory} has not returned for more than {SCAN_TIMEOUT_SECONDS:.0f} s"
         return self._failure
 
 
@@ -196,7 +188,10 @@ class DirectoryProbes:
         self._probes = probes
 
     def run(self, stop: threading.Event) -> None:
-        while not stop.is_set():
-            for probe in self._probes:
-                probe.probe()
-            stop.wait(DIRECTORY_PROBE_INTERVAL_SECONDS)
+        while not stop.wait(DIRECTORY_PROBE_INTERVAL_SECONDS):
+            self.probe()
+
+    def probe(self) -> None:
+        """Probe each directory now."""
+        for probe in self._probes:
+            probe.probe()

@@ -60,19 +60,17 @@ class WatchedInstructions:
         def plan_changed(*_: object) -> None:
             changes.report(NodeChange.PLAN)
 
-        def label_changed(*_: object) -> None:
+        def node_changed(*_: object) -> None:
             changes.report(NodeChange.LABEL)
 
         self._plans = _PlanCache(client, PATH, GpuNodePlan, without_status, plan_changed, selector)
         self._heartbeat = HeartbeatWatch(client, namespace, on_change=plan_changed)
-        self._labels = WatchCache(
-            client, NODES_PATH, Node, lambda node: node.metadata.labels.get(PUBLISH, ""), label_changed, selector
-        )
+        self._nodes = WatchCache(client, NODES_PATH, Node, _node_facts, node_changed, selector)
         self.controller_is_alive = self._heartbeat.alive
         self.loops: tuple[Callable[[threading.Event], None], ...] = (
             self._plans.run,
             self._heartbeat.run,
-            self._labels.run,
+            self._nodes.run,
         )
 
     @property
@@ -90,13 +88,22 @@ class WatchedInstructions:
         return self.synced and self.plan() is None and not self.has_controller()
 
     def publishes_all(self) -> bool | None:
-        if not self._labels.synced:
+        if not self._nodes.synced:
             return None
-        label = next(iter(self._labels.snapshot().values()), None)
+        label, _ = next(iter(self._nodes.snapshot().values()), ("", False))
         return (label if label in PUBLISH_VALUES else self._default) == COMPLETE
+
+    def has_kubelet(self) -> bool | None:
+        """Whether a kubelet has written the status of the Node; None: not known yet, or there is no Node."""
+        return next((has_kubelet for _, has_kubelet in self._nodes.snapshot().values()), None)
 
     def uninstalling(self) -> bool:
         return self._heartbeat.leaving
+
+
+def _node_facts(node: Node) -> tuple[str, bool]:
+    """The label PUBLISH, and whether a kubelet has written the status."""
+    return node.metadata.labels.get(PUBLISH, ""), bool(node.status.node_info.kubelet_version)
 
 
 def without_status(plan: GpuNodePlan) -> GpuNodePlan:

@@ -75,6 +75,7 @@ class PlanReport:
             left_out=publication.left_out,
             unprepared=self.health.failed_preparations.reported() if self.health is not None else (),
             unreleased=self.health.failed_preparations.reported(UNPREPARE) if self.health is not None else (),
+            conditions=self.health.node_conditions.current() if self.health is not None else (),
         )
 
     def _refused(self, plan: GpuNodePlan, publication: Publication) -> Iterator[str]:
@@ -158,7 +159,7 @@ def _urgent(uid: str, status: PlanStatus) -> tuple[object, ...]:
     """The fields that the controller or an operator acts on."""
     modes = (status.mode, status.offer_mode, status.dropped, status.left_out)
     failed = [[(claim.uid, claim.cause) for claim in claims] for claims in (status.unprepared, status.unreleased)]
-    return uid, status.epoch, *modes, status.inventory, status.faults, *failed
+    return uid, status.epoch, *modes, status.inventory, status.faults, status.conditions, *failed
 
 
 class FenceRelease:

@@ -108,14 +108,14 @@ class ClaimReconciler:
         """Reconcile at the start, when notified and periodically, until ``stop`` is set (then ``notify`` once more)."""
         self.notify()
         self._loop.run(stop)
+        self._workers.shutdown(wait=False, cancel_futures=True)
 
     def handle_scan(self, _answering: Sequence[Gpu]) -> None:
-        """Restore a missing CDI directory; reconcile soon if a prepared claim has no spec. Lists one directory."""
-        prepared = {record.uid for record in self._stores.prepared()}
+        """Restore a missing CDI directory; reconcile soon if the spec of a prepared claim is not as it should be."""
         with suppress(RecoverableError):  # its probe reports a directory that is not writable
             self._stores.cdi.restore()
-            if not prepared.issubset(self._stores.cdi.claim_uids()):
-                self.notify()
+        if not all(self._stores.cdi.is_current(record.uid) for record in self._stores.prepared()):
+            self.notify()
 
     def reconcile(self) -> float:
         """Release and repair claims. Return the number of seconds until the next round."""

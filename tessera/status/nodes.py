@@ -13,9 +13,19 @@ from driver.kube.reads import minor_version
 from driver.kube.slice_types import ResourceSlice, SliceDevice
 from driver.kube.types import Claim, GpuNodePlan
 from driver.model.gpu_health import ConditionType
-from driver.model.plan import COMPLETE, COUNTERS_FIELD, PUBLISH, FaultKind, GpuReport, OfferMode, PlanMode
+from driver.model.plan import (
+    COMPLETE,
+    COUNTERS_FIELD,
+    PUBLISH,
+    FaultKind,
+    GpuReport,
+    NodeConditionType,
+    OfferMode,
+    PlanMode,
+)
 from driver.slices.pool_names import Pool
 from kubelet_plugin.coexistence.other_drivers import NodeSigns, find_other_drivers
+from kubelet_plugin.health.device_conditions import UNABLE
 from tessera.gpu_names import GpuName, faults_of, names_of
 from tessera.gpu_sources import readable_reports
 from tessera.status.snapshot import CheckOutput, Listing, Problem, StatusSnapshot
@@ -43,6 +53,14 @@ OF_ONE_DEVICE = {kind.value for kind in ConditionType}
 
 PARTITION = re.compile(r"(?P<gpu>gpu-\d+)-mig-.+-(?P<start>\d+)")
 """Name of a partition's device."""
+
+CONDITION_REMEDIES: Mapping[str, str] = {
+    NodeConditionType.UNREGISTERED: "check that its kubelet runs and that --kubelet-dir is the kubelet's --root-dir; "
+    "its devices are published as soon as the kubelet registers the plugin",
+    NodeConditionType.DRIVER_FILES_CHANGED: "restart the pods with GPUs that have run since before the change",
+    NodeConditionType.UNABLE: "mend what the message names; the node is used again within 10 s (docs/failures.md)",
+}
+"""Remedies of conditions of nodes."""
 
 KARPENTER = "karpenter.sh/nodepool"
 
@@ -84,9 +102,15 @@ def health(snapshot: StatusSnapshot) -> CheckOutput:
     yield f"{len(unhealthy)} unhealthy"
     yield f"{len(lines)} cordoned" + (f": {listed(lines)}" if lines else "")
     for gpu, fault in sorted(unhealthy.items()):
+        if fault == f"unhealthy={UNABLE}":  # of all GPUs of the node: its condition is one finding
+            continue
         passing = (remedy for start, remedy in SELF_CLEARING.items() if fault.startswith(start))
         remedy = next(passing, f"see docs/health.md; then tessera uncordon {gpu}")
         yield Problem(gpu, f"is {fault}: no new pods get it", remedy)
+    for name, plan in (snapshot.plans or {}).items():
+        for condition in plan.status.conditions:
+            remedy = CONDITION_REMEDIES.get(condition.type, "see docs/failures.md")
+            yield Problem(name, f"{condition.message} (since {condition.since})", remedy)
     gpus = {_gpu_of(item, device) for item in snapshot.slices for device in item.spec.devices}
     gpus |= {str(name) for name in names_of(snapshot.slices, _served(snapshot))}
     unusable = unhealthy.keys() | cordons.keys()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from driver.model.plan import PATH
 from driver.slices.build import UNAVAILABLE
 from tests.harness.waiting import DeadlineError, wait_for
 from tests.support.plugin import COMMAND_S, TESSERA, PluginProcess
@@ -67,6 +68,25 @@ def test_a_gpu_that_disappears_and_comes_back(faults: PluginProcess) -> None:
     wait_for(lambda: tainted(faults) == {"gpu-6"}, SEEN_S, "the GPU that is gone is tainted")
     assert faults.devices().keys() == before.keys()
     fault(faults, "return", "--gpu", "6")
+    wait_for(lambda: faults.devices() == before, SEEN_S, "everything is as before")
+
+
+@pytest.mark.needs("device taints")
+@pytest.mark.parametrize("command", ["lose", "remove"])
+def test_a_gpu_that_is_lost_when_the_plugin_starts_stays_with_its_fault(faults: PluginProcess, command: str) -> None:
+    faults.wait_quiet()
+    before = faults.devices()
+    fault(faults, command, "--gpu", "6")
+    faults.restart()
+    wait_for(lambda: tainted(faults, UNAVAILABLE["key"]) == {"gpu-6"}, SEEN_S, "the lost GPU is tainted")
+    assert faults.devices().keys() == before.keys()
+
+    def reported() -> list[str]:
+        plan = faults.cluster.api.get(f"{PATH}/{faults.node.name}")
+        return [line.partition(" ")[0] for line in plan.get("status", {}).get("gpus", ()) if "can't be used" in line]
+
+    wait_for(lambda: reported() == ["gpu-6"], SEEN_S, "the node reports it as one of its GPUs")
+    fault(faults, *(("return", "--gpu", "6") if command == "remove" else ("clear",)))
     wait_for(lambda: faults.devices() == before, SEEN_S, "everything is as before")
 
 

@@ -117,7 +117,7 @@ class PluginOnApi:
 
     def __init__(self, root: Path, api: FaultyApi, **flags: object) -> None:
         self.root, self.api = root, api
-        api.store(f"/api/v1/nodes/{NODE}")
+        api.store(f"/api/v1/nodes/{NODE}", status={"nodeInfo": {"kubeletVersion": "v1.37.1"}})
         api.store(f"{PATH}/{NODE}", spec={})
         api.store("/api/v1/namespaces/tessera/configmaps/tessera-fence", data={POOL: "gpu-0"})
         pool = {"name": POOL, "generation": 1, "resourceSliceCount": 1}

@@ -148,6 +148,9 @@ class FleetNode:
     def is_complete(self) -> bool:
         return True
 
+    def creation_delay(self, absent_since: float | None) -> float:
+        return 0.0
+
     def owner(self) -> Mapping[str, Any]:
         return self._owner
 

@@ -90,6 +90,9 @@ class OneDevice:
     def is_complete(self) -> bool:
         return True
 
+    def creation_delay(self, absent_since: float | None) -> float:
+        return 0.0
+
     def owner(self) -> Mapping[str, Any]:
         return {}
 

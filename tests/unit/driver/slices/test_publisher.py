@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -47,6 +48,7 @@ class Node(SliceWriteObserver):
         }
         self.client = api.server.client()
         self.writes: list[tuple[int, float]] = []
+        self.delay: Callable[[float | None], float] = at_once
         self.publisher = Publisher(self.client, POOL, self, observer=self)
 
     def desired(self, _slices: PresentSlices) -> Mapping[str, Content]:
@@ -54,6 +56,9 @@ class Node(SliceWriteObserver):
 
     def is_complete(self) -> bool:
         return True
+
+    def creation_delay(self, absent_since: float | None) -> float:
+        return self.delay(absent_since)
 
     def written(self, count: int, seconds: float) -> None:
         self.writes.append((count, seconds))
@@ -82,9 +87,14 @@ class Node(SliceWriteObserver):
         return {name: {key: item["spec"][key] for key in keys if key in item["spec"]} for name, item in objects.items()}
 
 
+def at_once(_absent_since: float | None) -> float:
+    return 0.0
+
+
 @contextmanager
-def publishing(api: SliceApi) -> Iterator[Node]:
+def publishing(api: SliceApi, delay: Callable[[float | None], float] = at_once) -> Iterator[Node]:
     node = Node(api)
+    node.delay = delay
     publisher = node.publisher
     with in_thread(publisher.cache.run, api.end_watches), in_thread(publisher.run, publisher.notify):
         yield node
@@ -140,6 +150,48 @@ def test_deleted_edited_and_strange_slices_are_put_right(api: SliceApi) -> None:
         api.remove("00000-counters")
         api.put("99999-stranger", spec=edited["spec"])
         node.settled()
+
+
+def test_slices_that_all_vanish_come_back_when_they_may_and_single_ones_at_once(
+    api: SliceApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "COALESCE_INTERVAL_SECONDS", 0.2)
+    missing: list[float | None] = []
+
+    def delay(absent_since: float | None) -> float:
+        missing.append(absent_since)
+        return 0.0 if absent_since is None else math.inf
+
+    with publishing(api, delay) as node:
+        node.settled()
+        api.remove("00100-devices")
+        node.settled()
+        assert missing == [None]
+        with api._changed:
+            api.remove("00100-devices")
+            api.remove("00000-counters")
+        eventually(lambda: len(missing) > 1, "they are missed")
+        node.publisher.notify()
+        eventually(lambda: len(missing) > 2, "they are missed again")
+        assert missing[1] is not None
+        assert missing[1] == missing[2]
+        assert not api.objects
+        node.delay = at_once
+        node.publisher.notify()
+        node.settled()
+
+
+def test_the_first_slices_wait_and_existing_ones_count_as_published(api: SliceApi) -> None:
+    with publishing(api, lambda _: math.inf) as node:
+        eventually(lambda: node.publisher.cache.synced, "it is known that there is none")
+        node.publisher.notify()
+        assert not node.publisher.published.wait(0.2)
+        assert not api.objects
+        node.delay = at_once
+        node.publisher.notify()
+        node.settled()
+    with publishing(api, lambda _: math.inf) as node:
+        eventually(node.publisher.published.is_set, "those of the last process are published")
 
 
 def test_a_slice_of_the_same_name_in_another_pool_is_replaced(api: SliceApi) -> None:

@@ -270,7 +270,7 @@ def test_registration_tells_who_where_and_which_versions_newest_first(kubelet_di
     assert (info.type, info.name, info.endpoint) == ("DRAPlugin", "gpu.tessera.dev", str(settings.plugin_socket))
     health = ["v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth"]
     assert list(info.supported_versions) == ["v1.DRAPlugin", *health]
-    assert heard.heard == [(True, ""), (False, "no such version")]
+    assert heard.heard == [(True, ""), (False, "the kubelet refused the registration: no such version")]
 
 
 UNHEARD = "the kubelet has not registered this plugin: is its --root-dir really"
@@ -291,11 +291,13 @@ def test_a_kubelet_that_never_comes_is_told_of_once(
     kubelet_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sockets, "REGISTRATION_TIMEOUT_SECONDS", 0.05)
-    registry = Registry(node_settings(node_name="n1", kubelet_dir=kubelet_dir), Registered())
+    heard = Registered()
+    registry = Registry(node_settings(node_name="n1", kubelet_dir=kubelet_dir), heard)
     eventually(lambda: f"{UNHEARD} {kubelet_dir}? (--kubelet-dir)" in caplog.text, "it is told")
     eventually(lambda: not waiting_for_the_kubelet(), "nobody waits for more")
     registry.stop()
     assert caplog.text.count(UNHEARD) == 1
+    assert heard.heard == [(False, f"{UNHEARD} {kubelet_dir}? (--kubelet-dir)")]
 
 
 @pytest.mark.parametrize("accepted", [True, False])
@@ -315,7 +317,7 @@ def test_once_the_kubelet_has_come_or_the_plugin_ends_nobody_waits_for_it(
     registry.stop()
     Registry(settings, heard).stop()
     eventually(lambda: not waiting_for_the_kubelet(), "the plugin has ended")
-    assert heard.heard == [(accepted, "")]
+    assert heard.heard == [(accepted, "" if accepted else "the kubelet refused the registration: ")]
     assert UNHEARD not in caplog.text
 
 

@@ -16,11 +16,14 @@ from prometheus_client.exposition import generate_latest
 from driver.errors import ApiError, ClaimError, HardwareError, RecoverableError, StateError
 from driver.kube.types import Claim, ReportedDevice
 from driver.model.device import Device
+from driver.model.plan import NodeConditionType
+from kubelet_plugin.changes import ChangeNotifier
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks, LockTimeoutError
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.health.monitor import GPU_UNHEALTHY
+from kubelet_plugin.health.node_conditions import NodeConditions
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.metrics.measurements import failure_kind
 from kubelet_plugin.metrics.metrics import Metrics, NodeGauges
@@ -49,6 +52,7 @@ class Measured:
         self.node: NodeUnderTest = start_node(root, self.api, took=self.metrics.observe_step)
         self.published: set[str] = set()
         self.ill: set[str] = set()
+        self.node_conditions = NodeConditions(ChangeNotifier(), PluginEvents(lambda *_: None, "n"))
         self.metrics.registry.register(NodeGauges(*self.sources))
 
     @property
@@ -191,6 +195,14 @@ def test_a_gpu_is_unhealthy_if_any_of_its_devices_is_and_faults_are_counted_by_k
     assert measured.value("tessera_gpu_faults", kind="xid") == 2
     assert measured.value("tessera_gpu_faults", kind="new-kind") == 1
     assert measured.value("tessera_gpu_faults", kind="stuck") == 0
+
+
+def test_a_condition_of_the_node_is_a_gauge_while_it_lasts(measured: Measured) -> None:
+    assert measured.value("tessera_node_conditions", type="Unregistered") == 0
+    measured.node_conditions.set(NodeConditionType.UNREGISTERED, "nobody came")
+    assert measured.value("tessera_node_conditions", type="Unregistered") == 1
+    measured.node_conditions.set(NodeConditionType.UNREGISTERED, None)
+    assert measured.value("tessera_node_conditions", type="Unregistered") == 0
 
 
 def record(**fields: Any) -> ClaimRecord:

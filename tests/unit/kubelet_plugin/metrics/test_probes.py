@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -19,6 +20,7 @@ from driver.config.shared_flags import ListenAddress
 from driver.errors import StateError
 from driver.hardware import host as hardware_host
 from driver.kube.events import Recorder
+from driver.model.plan import PATH
 from driver.simulator.node import SimulatedNode
 from kubelet_plugin.dra.protocol.generated import registration_v1_pb2
 from kubelet_plugin.inventory import scan
@@ -26,10 +28,11 @@ from kubelet_plugin.metrics import probes
 from kubelet_plugin.metrics.probes import CDI_REASONS, DirectoryProbe, SocketCheck
 from kubelet_plugin.status.events import PluginEvents
 from tests.harness.waiting import wait_for
-from tests.support.api_server import ObjectApi
+from tests.support.api_server import SLICES, ObjectApi
+from tests.support.claims import NODE
 from tests.support.clock import FakeClock
 from tests.support.disks import fill, remount, small_disk
-from tests.support.faulty_api import FaultyApi, PluginOnApi
+from tests.support.faulty_api import STALE, FaultyApi, PluginOnApi
 from tests.support.kubelet import REGISTRATION
 from tests.support.metrics import fetch
 from tests.support.ports import kept_port
@@ -73,6 +76,22 @@ class Asked:
             status = registration_v1_pb2.RegistrationStatus(plugin_registered=accepted, error=error)
             call(status, timeout=60, wait_for_ready=True)
 
+    def conditions(self) -> list[tuple[str, str]]:
+        """What the plan's status says is wrong with the node."""
+        status = self.api.folder(PATH)[NODE].get("status", {})
+        return [(condition["type"], condition["message"]) for condition in status.get("conditions", ())]
+
+    def unable(self, why: str) -> None:
+        """Wait until the node says that no pod can start, offers nothing, and is ready all the same."""
+
+        def said() -> bool:
+            return any(kind == "Unable" and why in message for kind, message in self.conditions())
+
+        wait_for(said, 60, f"the node is unable: {why}")
+        devices = [device for item in self.api.folder(SLICES).values() for device in item["spec"].get("devices") or ()]
+        assert all(any(taint["value"] == "unable" for taint in device["taints"]) for device in devices)
+        assert self.ready()
+
     def fault(self, code: int) -> None:
         SimulatedNode.attach(self.root / "host").faults.fail("*", code=code)
 
@@ -90,9 +109,12 @@ class Asked:
 
 
 @contextmanager
-def plugin(root: Path, caplog: pytest.LogCaptureFixture, **flags: object) -> Iterator[Asked]:
+def plugin(root: Path, caplog: pytest.LogCaptureFixture, *, new: bool = False, **flags: object) -> Iterator[Asked]:
+    """``new``: the node has no slices yet."""
     with FaultyApi() as api, caplog.at_level(logging.INFO):
         whole = PluginOnApi(root, api, health_address="127.0.0.1:0", **flags)
+        if new:
+            api.drop(f"{SLICES}/{STALE}")
         with whole.running():
 
             def port() -> int:
@@ -133,6 +155,27 @@ def test_it_is_ready_only_once_the_kubelet_has_accepted_it(asked: Asked) -> None
     asked.register()
     wait_for(asked.ready, 60, "it is ready")
     assert asked.alive()
+
+
+def test_nothing_is_published_before_the_kubelet_has_registered_the_plugin(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with plugin(root, caplog, new=True) as asked:
+        asked.fails("registered", "the kubelet has not called")
+        asked.fails("slices", "they have not been published yet")
+        assert not asked.api.folder(SLICES)
+        asked.register()
+        wait_for(asked.ready, 60, "it is ready")
+        assert asked.api.folder(SLICES)
+
+
+def test_a_node_object_that_no_kubelet_has_written_to_waits_for_none(root: Path) -> None:
+    with FaultyApi() as api:
+        whole = PluginOnApi(root, api)
+        api.store(f"/api/v1/nodes/{NODE}", status={})
+        api.drop(f"{SLICES}/{STALE}")
+        with whole.running():
+            wait_for(whole.published, 60, "the slices are published")
 
 
 def test_it_lives_without_an_api_server_and_is_ready_again_with_it(asked: Asked) -> None:
@@ -185,6 +228,48 @@ def test_a_plugin_whose_socket_was_deleted_is_not_alive_after_a_minute(
     wait_for(lambda: not asked.alive(), 60, "it asks to be restarted")
 
 
+def test_a_node_without_nvidia_uvm_offers_nothing_until_it_can_be_made(asked: Asked) -> None:
+    """Hosts make it when the first program uses CUDA; its number is in /proc/devices, if the module is loaded."""
+    asked.register()
+    wait_for(asked.ready, 60, "it is ready")
+    uvm, numbers = asked.root / "host/dev/nvidia-uvm", asked.root / "host/proc/devices"
+    before = numbers.read_text()
+    uvm.unlink()
+    wait_for(uvm.exists, 60, "it is made again")
+    assert not asked.conditions()
+    numbers.chmod(0o644)
+    numbers.write_text(before.replace("nvidia-uvm", "other"))
+    uvm.unlink()
+    asked.unable(f"{uvm} is missing: {numbers} has no line for nvidia-uvm")
+    assert "nvidia-uvm" in asked.event("NodeUnable")
+    numbers.write_text(before)
+    wait_for(lambda: not asked.conditions(), 60, "it is made")
+    wait_for(lambda: "no longer" in asked.event("NodeAble"), 60, "the Event")
+
+
+def test_nvidia_modprobe_of_the_driver_makes_nvidia_uvm(asked: Asked) -> None:
+    asked.register()
+    wait_for(asked.ready, 60, "it is ready")
+    host = asked.root / "host"
+    tool, uvm = host / "usr/bin/nvidia-modprobe", host / "dev/nvidia-uvm"
+    tool.write_text("#!/bin/sh\necho no such module; exit 1\n")
+    tool.chmod(0o755)
+    uvm.unlink()
+    asked.unable("nvidia-modprobe -u does not make it: no such module")
+    tool.write_text(f'#!/bin/sh\n[ "$1" = -u ] && : > {uvm}\n')
+    wait_for(lambda: not asked.conditions(), 60, "it is made")
+
+
+def test_a_node_without_libcuda_offers_nothing(asked: Asked) -> None:
+    asked.register()
+    wait_for(asked.ready, 60, "it is ready")
+    [library] = (asked.root / "host").rglob("libcuda.so.1")
+    library.rename(library.with_name("away"))
+    asked.unable(f"no libcuda.so.1 below {asked.root}/host")
+    library.with_name("away").rename(library)
+    wait_for(lambda: not asked.conditions(), 60, "it is found again")
+
+
 def test_a_state_directory_that_takes_no_file_is_named(asked: Asked) -> None:
     asked.register()
     wait_for(asked.ready, 60, "it is ready")
@@ -196,15 +281,16 @@ def test_a_state_directory_that_takes_no_file_is_named(asked: Asked) -> None:
 
 
 @pytest.mark.parametrize(
-    ("folder", "check", "reasons"),
+    ("folder", "reasons"),
     [
-        ("state", "checkpoint", ("StateDirectoryUnwritable", "StateDirectoryWritable")),
-        ("cdi", "cdi", ("CdiDirectoryUnwritable", "CdiDirectoryWritable")),
+        ("state", ("StateDirectoryUnwritable", "StateDirectoryWritable")),
+        ("cdi", ("CdiDirectoryUnwritable", "CdiDirectoryWritable")),
     ],
 )
-def test_a_full_or_read_only_disk_is_reported_by_an_event_and_by_readyz_until_it_takes_files_again(
-    root: Path, caplog: pytest.LogCaptureFixture, folder: str, check: str, reasons: tuple[str, str]
+def test_a_full_or_read_only_disk_is_reported_until_it_takes_files_again(
+    root: Path, caplog: pytest.LogCaptureFixture, folder: str, reasons: tuple[str, str]
 ) -> None:
+    """By an Event; of the state directory also by /readyz, of the CDI directory by the plan's status."""
     disk = root / folder
     with small_disk(disk, "1m"), plugin(root, caplog) as asked:
         asked.register()
@@ -215,15 +301,18 @@ def test_a_full_or_read_only_disk_is_reported_by_an_event_and_by_readyz_until_it
             return "No space left on device" in asked.event(reasons[0])
 
         wait_for(full, 60, "the Event says why, without a request to /readyz")
-        asked.fails(check, f"can't write {disk}: No space left on device")
+        failed = asked.unable if folder == "cdi" else partial(asked.fails, "checkpoint")
+        failed(f"can't write {disk}: No space left on device")
         fill(disk).unlink()
         wait_for(asked.ready, 60, "it is ready again")
+        wait_for(lambda: not asked.conditions(), 60, "the node is able again")
         wait_for(lambda: "is writable" in asked.event(reasons[1]), 60, "the Event says so")
         remount(disk, "ro")
-        asked.fails(check, f"can't write {disk}: Read-only file system")
+        failed(f"can't write {disk}: Read-only file system")
         wait_for(lambda: "Read-only file system" in asked.event(reasons[0]), 60, "the Event says why")
         remount(disk, "rw")
         wait_for(asked.ready, 60, "it is ready once more")
+        wait_for(lambda: not asked.conditions(), 60, "the node is able")
         assert not list(disk.glob("*.tmp"))
 
 

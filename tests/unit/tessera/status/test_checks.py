@@ -14,7 +14,17 @@ import yaml
 from driver.kube.controller_heartbeat import LEAVING
 from driver.kube.slice_types import ResourceSlice
 from driver.kube.types import Claim, DeviceClass, GpuNodePlan, PlanMetadata
-from driver.model.plan import COMPLETE, COUNTERS_FIELD, PUBLISH, OfferMode, PlanMode, PlanSpec, PlanStatus, PublishHeld
+from driver.model.plan import (
+    COMPLETE,
+    COUNTERS_FIELD,
+    PUBLISH,
+    NodeCondition,
+    OfferMode,
+    PlanMode,
+    PlanSpec,
+    PlanStatus,
+    PublishHeld,
+)
 from tessera.commands.status import CheckResult, as_text, run_checks
 from tessera.status.snapshot import Listing, ReadFailure, StatusSnapshot
 from tests.support.chart import manifests
@@ -324,6 +334,16 @@ def test_a_gpu_that_is_unwell_is_named_as_the_command_that_brings_it_back_takes_
     text = click.unstyle(as_text(run_checks(replace(SOUND, slices=[item(taints=[taint])]))))
     assert "node-a/gpu-0 is unhealthy=xid-48" in text
     assert "tessera uncordon node-a/gpu-0" in text
+
+
+def test_a_node_whose_plugin_no_kubelet_registers_is_found_though_it_publishes_nothing() -> None:
+    condition = NodeCondition("Unregistered", stamp(NOW), "the kubelet has not registered this plugin")
+    status = msgspec.structs.replace(plan().status, conditions=(condition,))
+    text = click.unstyle(
+        as_text(run_checks(replace(SOUND, slices=[], plans={NODE: GpuNodePlan(PlanMetadata(NODE), status=status)})))
+    )
+    assert "node-a the kubelet has not registered this plugin (since 2026-11-22T12:00:00Z)" in text
+    assert "--kubelet-dir is the kubelet's --root-dir" in text
 
 
 def test_a_pod_that_ends_again_and_again_is_looked_for_in_its_log() -> None:

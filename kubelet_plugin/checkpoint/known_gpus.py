@@ -1,0 +1,61 @@
+"""The GPUs that a node is known to have: a GPU that is lost when the plugin starts stays visible, with its fault."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import msgspec
+
+from driver.errors import StateError
+from driver.model.gpu import Gpu
+from driver.model.plan import GpuReport, encode_inventory, states_of
+from kubelet_plugin.checkpoint.files import write_atomically
+
+log = logging.getLogger(__name__)
+
+
+class KnownGpusContent(msgspec.Struct, frozen=True):
+    """``boot``: the boot in which the GPUs were seen; ``inventory``: the GPUs as in the plan's status."""
+
+    boot: str
+    inventory: str
+
+
+class KnownGpus:
+    """The file ``gpus.json`` in the state directory."""
+
+    def __init__(self, state_dir: Path, boot: str) -> None:
+        """Read the file; one that cannot be read counts as missing."""
+        self._path, self._boot = state_dir / "gpus.json", boot
+        self._saved: Sequence[Gpu] | None = None
+        self._same_boot, self._known = True, list[Gpu]()
+        try:
+            content = msgspec.json.decode(self._path.read_bytes(), type=KnownGpusContent)
+            self._known = [report.gpu for report in states_of(content.inventory)]
+            self._same_boot = content.boot == boot
+        except FileNotFoundError:
+            pass
+        except (OSError, msgspec.MsgspecError, StateError) as error:
+            log.warning("can't read the GPUs of the last start", extra={"error": f"{self._path}: {error}"})
+
+    def missing(self, present: Sequence[Gpu], silent: Collection[int]) -> list[Gpu]:
+        """The known GPUs that are not ``present``; ``silent``: the indices of GPUs that did not answer.
+
+        A GPU is forgotten if another one is in its place, or if NVML does not count it any more after a reboot.
+        """
+        replaced = {gpu.uuid for gpu in present} | {gpu.pci_bus_id for gpu in present}
+        absent = [gpu for gpu in self._known if not replaced & {gpu.uuid, gpu.pci_bus_id}]
+        return [gpu for gpu in absent if self._same_boot or gpu.index in silent]
+
+    def save(self, gpus: Sequence[Gpu]) -> None:
+        """Save the GPUs for the next start if they have changed. A failure is logged, and the next call repeats it."""
+        if gpus == self._saved:
+            return
+        content = KnownGpusContent(self._boot, encode_inventory(GpuReport(gpu, gpu.minor) for gpu in gpus))
+        try:
+            write_atomically(self._path, msgspec.json.encode(content), durable=False)
+            self._saved = gpus
+        except StateError as error:
+            log.warning("can't save the GPUs for the next start", extra={"error": str(error)})
