@@ -60,7 +60,7 @@ class SpecFormat:
 
     def use(self, files: DriverFiles) -> None:
         """Mount these files from now on. Files without CUDA are mounted nowhere: others will come."""
-        self.files = files
+        self._has_cuda = files.has_cuda
         if self._common and not files.has_cuda:
             return
         head = _formatted({"cdiVersion": CDI_VERSION, "kind": self._kind, "devices": []})
@@ -88,7 +88,7 @@ class SpecFormat:
     def room(self, devices: int) -> int:
         """Bytes to reserve for the spec of a claim, before its partitions are created. Raises StateError if the driver
         files are incomplete: containers would run without CUDA."""
-        if not self.files.has_cuda:
+        if not self._has_cuda:
             raise StateError(f"the driver files of this node have no {CUDA}: no container could use CUDA")
         return len(self._common) + DEVICE_BYTES * (devices + 1)
 
