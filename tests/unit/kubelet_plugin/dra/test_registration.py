@@ -21,7 +21,7 @@ class Node:
         self.conditions = NodeConditions(ChangeNotifier(), self, lambda: 0.0)
         self.registration = Registration(lambda: self.has_kubelet, self.conditions, self.clock.monotonic)
 
-    def node(self, reason: str, message: str, warning: bool = True) -> None:
+    def node(self, reason: str, message: str, warning: bool = True, about: str = "") -> None:
         self.events.append((reason, message))
 
     def delay(self, absent_since: float | None) -> float:
