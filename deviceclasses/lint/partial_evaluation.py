@@ -38,11 +38,17 @@ def may_select(expressions: tuple[str, ...], driver: str) -> frozenset[DeviceKin
         partitions = partitions[:1]
 
     def may_be(kind: DeviceKind, name: str) -> bool:
-        device = _partial_device(driver, kind, name)
-        return all(program.evaluate(device) is not False for program in programs)
+        return all(_may_accept(program.expression, driver, kind, name) for program in programs)
 
     profiles = {kind: partitions if kind is DeviceKind.PARTITION else [NO_PROFILE] for kind in DeviceKind}
     return frozenset(kind for kind, names in profiles.items() if any(may_be(kind, name) for name in names))
+
+
+@cache
+def _may_accept(expression: str, driver: str, kind: DeviceKind, profile: str) -> bool:
+    """Evaluated once for all claims and classes: a claim has many requests with the same selectors."""
+    [program] = compiled_programs([expression])
+    return program.evaluate(_partial_device(driver, kind, profile)) is not False
 
 
 @cache
