@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 
 import click
+import msgspec
 
 from controller.app import LEASE
 from controller.decision.node_labels import LABEL_SETS, NODES
@@ -17,7 +18,7 @@ from controller.fence.canary import CANARY
 from driver.clock import wait_until
 from driver.errors import CONFLICT, FORBIDDEN, NOT_FOUND, ApiError, FatalError, accepted_status
 from driver.kube.client import KubeClient, Object
-from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING
+from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING, RENEW_INTERVAL_SECONDS
 from driver.kube.lease import LeaseSpec, lease_object, leases
 from driver.kube.reads import RESOURCE_GROUP, list_claims, read_all
 from driver.kube.types import Claim, Node
@@ -57,6 +58,7 @@ def uninstall(
     if check:
         click.echo("no claim has a device: nothing is in use")
         return
+    pods, published = removal.pods(), removal.publishing()
     click.echo("requesting the nodes to withdraw their slices")
     with _rolled_back_on_failure(removal):
         removal.announce()
@@ -66,8 +68,13 @@ def uninstall(
     click.echo("stopping node plugins and controller")
     removal.end_processes()
     silent = removal.publishing()
-    if not wait_until(timeout, lambda: _none(removal.running), WITHDRAWAL_POLL_INTERVAL_SECONDS):
-        click.secho(f"still terminating: {', '.join(removal.running())}", fg="yellow")
+    if not wait_until(timeout, lambda: _none(removal.pods), WITHDRAWAL_POLL_INTERVAL_SECONDS):
+        click.secho(f"still terminating: {', '.join(removal.pods())}", fg="yellow")
+    if (holder := removal.controller_outside(pods)) is not None:
+        raise FatalError(
+            f"the controller {holder} still runs outside of pods, and would put everything back: end it, and run "
+            "tessera uninstall again; until then nodes offer nothing"
+        )
     removal.delete(f"{SLICES}/{name}" for names in silent.values() for name in names)
     removal.delete_own_objects()
     try:
@@ -77,8 +84,17 @@ def uninstall(
             raise
         # The chart grants it only with controller.nodeLabels; then there may be labels of an earlier revision.
         click.echo("not allowed to remove labels of Nodes: docs/controller.md has the command, should there be any")
-    if not silent:
+    _report(driver_name, sorted(published.keys() - silent.keys() - set(pods.values())), silent)
+
+
+def _report(driver_name: str, outside: Sequence[str], silent: Collection[str]) -> None:
+    """Say what is left on nodes with a node plugin ``outside`` of pods, and on those that did not answer."""
+    if outside:
+        click.secho(f"done, but node plugins outside of pods still run: {', '.join(outside)}", fg="yellow")
+        click.echo("They offer nothing any more, and remove their files when they end: end them, and what starts them.")
+    if not silent and not outside:
         click.echo("done: nothing is left")
+    if not silent:
         return
     click.secho(f"done, but {len(silent)} nodes did not answer: {', '.join(sorted(silent))}", fg="yellow")
     click.echo(
@@ -176,10 +192,25 @@ class Removal:
         apps = f"/apis/apps/v1/namespaces/{self.namespace}"
         self.delete((f"{apps}/daemonsets/tessera-node", f"{apps}/deployments/tessera-controller"))
 
-    def running(self) -> list[str]:
-        """Names of pods that still exist."""
-        pods = f"/api/v1/namespaces/{self.namespace}/pods"
-        return [pod["metadata"]["name"] for pod in read_all(self.client, pods, Object, {"labelSelector": PROCESSES})]
+    def pods(self) -> dict[str, str]:
+        """The node of each pod that exists, by the pod's name."""
+        pods = read_all(self.client, f"/api/v1/namespaces/{self.namespace}/pods", Object, {"labelSelector": PROCESSES})
+        return {pod["metadata"]["name"]: pod["spec"].get("nodeName", "") for pod in pods}
+
+    def controller_outside(self, pods: Container[str]) -> str | None:
+        """The controller that renews the heartbeat although all ``pods`` have ended; None if there is none."""
+        first = self._heartbeat()
+        if first is None or first.renew_time is None or first.holder_identity in pods:
+            return None
+        renewed = wait_until(
+            RENEW_INTERVAL_SECONDS + 2.0, lambda: self._heartbeat() != first, WITHDRAWAL_POLL_INTERVAL_SECONDS
+        )
+        return first.holder_identity if renewed else None
+
+    def _heartbeat(self) -> LeaseSpec | None:
+        """The heartbeat, by a patch that changes nothing: the hook has no right to read it."""
+        lease = self.client.patch_existing(self._lease(HEARTBEAT), {})
+        return None if lease is None else msgspec.convert(lease.get("spec") or {}, LeaseSpec)
 
     def delete_own_objects(self) -> None:
         """Delete objects that the processes created, which belong to no release."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from controller.curation.offer_mode import FIRST_FAST_MINOR_VERSION
 from controller.demand.node_eligibility import BLOCKING
 from controller.explain.sources.availability import listed
+from driver.kube.client import Object
 from driver.kube.reads import minor_version
 from driver.kube.slice_types import ResourceSlice, SliceDevice
 from driver.kube.types import Claim, GpuNodePlan
@@ -61,6 +62,9 @@ CONDITION_REMEDIES: Mapping[str, str] = {
     NodeConditionType.UNABLE: "mend what the message names; the node is used again within 10 s (docs/failures.md)",
 }
 """Remedies of conditions of nodes."""
+
+GPU_COUNT = "nvidia.com/gpu.count"
+"""Label of NVIDIA's GPU feature discovery (part of the GPU Operator): all GPUs of the node."""
 
 KARPENTER = "karpenter.sh/nodepool"
 
@@ -255,11 +259,24 @@ def other_drivers(snapshot: StatusSnapshot) -> CheckOutput:
         for other_driver in find_other_drivers(signs, snapshot.driver) if name in snapshot.gpu_nodes else ():
             found.append(f"{other_driver.name} on {name}")
             both = (other_driver.gpus or frozenset()) & _gpu_uuids(snapshot.slices_of(name))
+            if (overlap := _offered_twice(other_driver.count, node, snapshot)) and not both and not refused:
+                remedy = "leave exactly its GPUs to it: --exclude-gpus (docs/soundness.md)"
+                yield Problem(name, f"{other_driver}: {counted(overlap, 'GPU is', 'GPUs are')} offered twice", remedy)
             if both or refused:
                 gpus = counted(len(both) or refused, "GPU is", "GPUs are")
                 message = f"{other_driver}: {gpus} {'in its slices and in ours' if both else 'not offered'}"
                 yield Problem(name, message, "remove it there, or exclude its GPUs: --exclude-gpus (docs/soundness.md)")
     yield "; ".join(found) or "none"
+
+
+def _offered_twice(count: int, node: Object, snapshot: StatusSnapshot) -> int:
+    """How many of our GPUs must be among the ``count`` of a device plugin, by the node's label for all its GPUs."""
+    plan = (snapshot.plans or {}).get(node["metadata"]["name"])
+    total = (node["metadata"].get("labels") or {}).get(GPU_COUNT)
+    if plan is None or total is None or not total.isdecimal():
+        return 0
+    ours = sum(report.fault_kind is not FaultKind.RESERVED for report in readable_reports(plan))
+    return max(0, min(ours, count + ours - int(total)))
 
 
 def _published(snapshot: StatusSnapshot) -> dict[tuple[str, str], SliceDevice]:

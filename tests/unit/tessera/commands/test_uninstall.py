@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from driver.kube.lease import leases
 from tests.harness.waiting import wait_for
 from tests.support.api_server import SLICES, Answer, Exchange, ObjectApi
 from tests.support.plugin import DRIVER, TESSERA
+from tests.support.running import in_thread
 
 LEASE = f"{leases('tessera')}/{HEARTBEAT}"
 SLICE = f"{SLICES}/00001-node-a"
@@ -93,3 +96,34 @@ def test_where_it_can_not_take_its_word_back_it_says_how_to(api: ObjectApi, tmp_
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=SOON_S)
     assert f"kubectl -n tessera annotate lease {HEARTBEAT} {LEAVING}-" in said
+
+
+def test_a_controller_outside_of_pods_is_named_and_keeps_nodes_from_offering_again(
+    api: ObjectApi, tmp_path: Path
+) -> None:
+    api.store(LEASE, spec={"holderIdentity": "host-1", "renewTime": "2026-11-22T12:00:00Z"})
+    with waiting_for_nodes(api, tmp_path) as process:
+        api.drop(SLICE)
+        with in_thread(partial(renew, api)):
+            _, said = process.communicate(timeout=SOON_S)
+    assert process.returncode == 1
+    assert "the controller host-1 still runs outside of pods" in said
+    assert told_to_leave(api)
+
+
+def renew(api: ObjectApi, stop: threading.Event) -> None:
+    """Renew the heartbeat as a controller does, much more often."""
+    for second in range(10, 60):
+        if stop.wait(0.2):
+            return
+        spec = {"holderIdentity": "host-1", "renewTime": f"2026-11-22T12:00:{second}Z"}
+        api.store(LEASE, spec=spec, metadata=api.folder(LEASE)[HEARTBEAT]["metadata"])
+
+
+def test_a_node_plugin_outside_of_pods_is_named(api: ObjectApi, tmp_path: Path) -> None:
+    with waiting_for_nodes(api, tmp_path) as process:
+        api.drop(SLICE)
+        said, _ = process.communicate(timeout=SOON_S)
+    assert process.returncode == 0
+    assert "node plugins outside of pods still run: node-a" in said
+    assert "nothing is left" not in said

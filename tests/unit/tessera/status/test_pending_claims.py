@@ -243,6 +243,15 @@ def test_a_rule_that_taints_whatever_a_node_publishes_is_a_finding(
     assert ("1 of them tainted" in result(tainted, "devices").summary) is is_found
 
 
+@pytest.mark.parametrize(("total", "is_found"), [("1", True), ("9", False)])
+def test_gpus_that_the_gpu_operators_device_plugin_offers_too_are_a_finding(total: str, is_found: bool) -> None:
+    node = {"metadata": {"name": NODE, "labels": {"nvidia.com/gpu.count": total}}}
+    plugged = {**node, "status": {"allocatable": {"nvidia.com/gpu": "8"}}}
+    snapshot = replace(SOUND, nodes=[plugged], slices=[nothing_published()], claims=[])
+    findings = result(replace(snapshot, plans=told_by_plan(GpuReport(GPU, 0))), "neighbours").findings
+    assert [finding.message.endswith("1 GPU is offered twice") for finding in findings] == [True] * is_found
+
+
 def nothing_published() -> ResourceSlice:
     return slice_of([])
 
