@@ -18,7 +18,16 @@ from kubelet_plugin.plan.instructions import WatchedInstructions
 
 log = logging.getLogger(__name__)
 
-STATE_FILES = ("plan.json", "usage.json", "health.json", "health.json.damaged-*", "*.tmp", ".*.tmp", "lock")
+STATE_FILES = (
+    "plan.json",
+    "gpus.json",
+    "usage.json",
+    "health.json",
+    "health.json.damaged-*",
+    "*.tmp",
+    ".*.tmp",
+    "lock",
+)
 """Files in the state directory; the lock last."""
 
 
