@@ -106,7 +106,7 @@ class FailedStarts:
         if due and is_stopped:
             log.error(
                 "too many nodes can't prepare claims: nobody is evicted for it",
-                extra={"nodes": len(self._asked_at), "of": len(plans)},
+                extra={"count": len(self._asked_at), "plans": len(plans)},
             )
         self.next_s = max(0.0, min(self._due.values()) - self._clock()) if self._due else None
 
