@@ -136,6 +136,34 @@ def test_a_claim_that_waits_for_what_a_pod_deleted_by_force_still_uses_is_told_s
     workloads.wait_until_gone()
 
 
+def test_after_a_deletion_by_force_while_the_kubelet_was_down_the_next_pod_is_told_what_still_holds_its_gpu(
+    cluster: Cluster, plugin: PluginProcess
+) -> None:
+    workloads, pattern = Workloads(cluster), r"claim default/forced \(.*\) still has gpu-0 on this node"
+    workloads.pod("forced", workloads.claim("forced", request("gpu-training")))
+    workloads.running("forced")
+    wait_for(lambda: plugin.devices()["gpu-0"].get("taints"), SEEN_S, "its device is offered to nobody else")
+    plugin.node.stop_kubelet()
+    try:
+        for path in (f"{PODS}/forced", f"{CLAIMS}/forced"):
+            cluster.api.request("DELETE", path, {"gracePeriodSeconds": 0})
+        wait_for(lambda: is_gone(cluster, f"{CLAIMS}/forced"), SEEN_S, "the API server has forgotten the claim")
+        workloads.pod("next", workloads.claim("next", request("gpu-training")))
+
+        def is_told() -> bool:
+            told = run_command(cluster, "tessera why pod/next", "tessera")
+            if not re.search(pattern, told):
+                raise ApiError(told)
+            return True
+
+        wait_for(is_told, SEEN_S, "it is told before the node counts as not ready")
+    finally:
+        plugin.node.start_kubelet()
+    workloads.running("next")
+    workloads.delete_all()
+    workloads.wait_until_gone()
+
+
 def test_a_cdi_directory_that_was_removed(cluster: Cluster, plugin: PluginProcess) -> None:
     workloads = Workloads(cluster)
     workloads.pod("keeps", workloads.claim("keeps", request("gpu-training")))
