@@ -143,7 +143,7 @@ def test_after_a_deletion_by_force_while_the_kubelet_was_down_the_next_pod_is_to
     workloads.pod("forced", workloads.claim("forced", request("gpu-training")))
     workloads.running("forced")
     wait_for(lambda: plugin.devices()["gpu-0"].get("taints"), SEEN_S, "its device is offered to nobody else")
-    plugin.node.stop_kubelet()
+    cluster.nodes[0].stop_kubelet()
     try:
         for path in (f"{PODS}/forced", f"{CLAIMS}/forced"):
             cluster.api.request("DELETE", path, {"gracePeriodSeconds": 0})
@@ -158,7 +158,7 @@ def test_after_a_deletion_by_force_while_the_kubelet_was_down_the_next_pod_is_to
 
         wait_for(is_told, SEEN_S, "it is told before the node counts as not ready")
     finally:
-        plugin.node.start_kubelet()
+        cluster.nodes[0].start_kubelet()
     workloads.running("next")
     workloads.delete_all()
     workloads.wait_until_gone()
