@@ -61,7 +61,7 @@ class WriteStage:
         failed_starts: FailedStarts,
         observer: Observer,
     ) -> None:
-        self._settings = settings
+        self._settings, self._cache = settings, cache
         self._overlaps, self._failed_starts = overlaps, failed_starts
         self._held_publication = HeldPublication()
         self._specs = PlanSpecs()
@@ -96,7 +96,8 @@ class WriteStage:
         if not seen.is_same_cluster:
             self.labels.update(seen.snapshot.cluster.nodes, changed.names, seen.fleet)
         self._overlaps.update(seen.snapshot.cluster.claims, seen.fleet, changed.names)
-        if self._failed_starts.next_s is not None or any(plan.status.unprepared for plan in plans.values()):
+        has_failed = self._failed_starts.next_s is not None or any(plan.status.unprepared for plan in plans.values())
+        if has_failed and self._cache.stale() is None:
             self._failed_starts.update(plans, seen.snapshot.cluster.claims)
         self._asked = asked
         evictors = (self._overlaps.next_s, self._failed_starts.next_s)

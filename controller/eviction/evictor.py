@@ -7,15 +7,15 @@ read again directly before an eviction, which has the pod's UID as its precondit
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from driver.config.shared_flags import SUBDOMAIN
-from driver.errors import NOT_FOUND, ApiError
+from driver.errors import CONFLICT, NOT_FOUND, ApiError
 from driver.kube.client import KubeClient
 from driver.kube.events import Recorder
 from driver.kube.reads import read_all, read_object
@@ -70,6 +70,7 @@ class JobSpec(msgspec.Struct, frozen=True, rename="camel"):
 
 class JobStatus(msgspec.Struct, frozen=True):
     failed: int = 0
+    terminating: int = 0
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -78,13 +79,14 @@ class Job(msgspec.Struct, frozen=True):
     spec: JobSpec
     status: JobStatus = JobStatus()
 
-    @property
-    def forgives_eviction(self) -> bool:
-        """Whether the Job goes on after an eviction: its policy ignores it, or retries are left."""
+    def goes_on(self, evictions: int) -> bool:
+        """Whether the Job goes on after so many evictions: its policy ignores them, or retries are left."""
+        eviction = FailurePattern("DisruptionTarget")
         for rule in self.spec.pod_failure_policy.rules:
-            if any(pattern.type == "DisruptionTarget" for pattern in rule.on_pod_conditions):
+            if eviction in rule.on_pod_conditions:
                 return rule.action == "Ignore"
-        return self.spec.backoff_limit_per_index is None and self.status.failed < self.spec.backoff_limit
+        failures = self.status.failed + self.status.terminating + evictions
+        return self.spec.backoff_limit_per_index is None and failures <= self.spec.backoff_limit
 
 
 class Requirement(msgspec.Struct, frozen=True):
@@ -109,12 +111,14 @@ class BudgetSpec(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class BudgetStatus(msgspec.Struct, frozen=True, rename="camel"):
+    observed_generation: int = 0
     current_healthy: int = 0
     desired_healthy: int = 0
 
 
 class BudgetMetadata(msgspec.Struct, frozen=True):
     name: str
+    generation: int = 0
 
 
 class DisruptionBudget(msgspec.Struct, frozen=True):
@@ -128,8 +132,10 @@ class DisruptionBudget(msgspec.Struct, frozen=True):
         """Whether it forbids to evict ``pod``, which is not healthy (KEP-3017)."""
         if self.spec.selector is None or not self.spec.selector.selects(pod.metadata.labels):
             return False
-        always = self.spec.unhealthy_pod_eviction_policy == "AlwaysAllow"
-        return not always and self.status.current_healthy < self.status.desired_healthy
+        if self.spec.unhealthy_pod_eviction_policy == "AlwaysAllow":
+            return False
+        is_counted = self.status.observed_generation >= self.metadata.generation
+        return not is_counted or self.status.current_healthy < self.status.desired_healthy
 
 
 JOB = msgspec.json.Decoder(Job)
@@ -149,59 +155,79 @@ class Evictor:
         self._evicted_at: dict[str, list[float]] = defaultdict(list)
 
     def consumers(self, claim: Claim) -> list[Pod]:
-        """The pods for which ``claim`` is reserved, as they are now; those that are gone are left out."""
+        """The pods that use ``claim``, as they are now; those that are gone are left out. Raises ApiError."""
         pods = []
         for consumer in claim.status.reserved_for:
             # A name that no pod can have is left out: it could lead elsewhere.
             if consumer.resource == "pods" and SUBDOMAIN.fullmatch(consumer.name):
                 try:
-                    pods.append(read_object(self._client, _path(claim.metadata.namespace, consumer.name), POD))
+                    pod = read_object(self._client, _path(claim.metadata.namespace, consumer.name), POD)
                 except ApiError as error:
                     if error.status != NOT_FOUND:
                         raise
+                    continue
+                # A later pod of the same name has nothing to do with it.
+                if pod.metadata.uid == consumer.uid and claim.metadata.key in pod.claims:
+                    pods.append(pod)
         return pods
 
-    def protection(self, pod: Pod) -> str | None:
-        """Why ``pod`` must not be evicted, or None. Raises ApiError: what can not be read protects, too."""
-        owner, protected = owner_of(pod), own_protection(pod)
-        if owner is None or protected is not None:
-            return protected
-        if (limit := self.owner_limit(owner)) is not None:
-            return limit
-        namespace = pod.metadata.namespace
-        if owner.kind == "Job":
-            job = read_object(self._client, f"/apis/batch/v1/namespaces/{namespace}/jobs/{owner.name}", JOB)
-            if not job.forgives_eviction:
-                return f"Job {owner.name} would count it as a failure and has no retries left (podFailurePolicy)"
-        budgets = read_all(
-            self._client, f"/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets", DisruptionBudget
-        )
-        protecting = sorted(budget.metadata.name for budget in budgets if budget.protects(pod))
+    def protection(self, pods: Sequence[Pod]) -> str | None:
+        """Why ``pods``, which are of one namespace, must not be evicted together, or None.
+
+        Raises ApiError: what can not be read protects, too.
+        """
+        for pod in pods:
+            if (protected := own_protection(pod)) is not None:
+                return protected
+        owners = [owner for pod in pods if (owner := owner_of(pod)) is not None]
+        for owner, count in Counter(owners).items():
+            protected = self.owner_limit(owner, count) or self._job_protection(owner, pods[0].metadata.namespace, count)
+            if protected is not None:
+                return protected
+        path = f"/apis/policy/v1/namespaces/{pods[0].metadata.namespace}/poddisruptionbudgets" if pods else ""
+        budgets = read_all(self._client, path, DisruptionBudget) if pods else ()
+        protecting = sorted(budget.metadata.name for budget in budgets if any(map(budget.protects, pods)))
         return f"PodDisruptionBudget {protecting[0]} forbids it" if protecting else None
 
-    def evict(self, pod: Pod, trigger: Trigger) -> None:
-        """Evict ``pod``. Raises ApiError."""
+    def _job_protection(self, owner: OwnerReference, namespace: str, count: int) -> str | None:
+        if owner.kind != "Job" or not owner.api_version.startswith("batch/"):
+            return None
+        job = read_object(self._client, f"/apis/batch/v1/namespaces/{namespace}/jobs/{owner.name}", JOB)
+        # The Job's controller may not have counted the last ones yet.
+        if job.goes_on(count + len(self._evicted_at.get(owner.uid, ()))):
+            return None
+        return f"Job {owner.name} would count it as a failure and has no retries left (podFailurePolicy)"
+
+    def evict(self, pod: Pod, trigger: Trigger, *, is_rehearsal: bool = False) -> bool:
+        """Evict ``pod``, or only ask whether the API server would; False: it is gone. Raises ApiError."""
         metadata = pod.metadata
         about = {"name": metadata.name, "namespace": metadata.namespace}
-        options = {"preconditions": {"uid": metadata.uid}}
+        options: dict[str, Any] = {"preconditions": {"uid": metadata.uid}}
+        options |= {"dryRun": ["All"]} if is_rehearsal else {}
         body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": about, "deleteOptions": options}
         try:
             self._client.create(f"{_path(metadata.namespace, metadata.name)}/eviction", body)
-        except ApiError:
+        except ApiError as error:
+            if error.status in (NOT_FOUND, CONFLICT):
+                return False
             self.count(trigger, Outcome.REFUSED)
             raise
+        if is_rehearsal:
+            return True
         self.count(trigger, Outcome.EVICTED)
         if (owner := owner_of(pod)) is not None:
             self._evicted_at[owner.uid].append(self._clock())
+        return True
 
-    def owner_limit(self, owner: OwnerReference) -> str | None:
-        """Why no more pods of ``owner`` are evicted at present, or None."""
+    def owner_limit(self, owner: OwnerReference, count: int = 1) -> str | None:
+        """Why ``count`` more pods of ``owner`` are not evicted at present, or None."""
         since = self._clock() - OWNER_SECONDS
         recent = {uid: [at for at in times if at >= since] for uid, times in self._evicted_at.items()}
         self._evicted_at = defaultdict(list, {uid: times for uid, times in recent.items() if times})
-        if len(self._evicted_at.get(owner.uid, ())) < MOST_OF_OWNER:
+        lost = len(self._evicted_at.get(owner.uid, ()))
+        if lost + count <= MOST_OF_OWNER:
             return None
-        return f"{owner.kind} {owner.name} lost {MOST_OF_OWNER} pods within an hour in this way, and it did not help"
+        return f"{owner.kind} {owner.name} loses at most {MOST_OF_OWNER} pods an hour in this way, and has lost {lost}"
 
     def count(self, trigger: Trigger, outcome: Outcome) -> None:
         if self._metrics is not None:

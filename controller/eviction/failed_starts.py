@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -16,19 +17,22 @@ import msgspec
 from controller.cluster.claim_index import ClaimIndex
 from controller.eviction.evictor import ADMIN_ACCESS, Evictor, Outcome, Trigger, pod_reference
 from driver.config.shared_flags import SUBDOMAIN
-from driver.errors import CONFLICT, NOT_FOUND, ApiError
+from driver.errors import NOT_FOUND, ApiError
 from driver.kube.client import KubeClient
 from driver.kube.reads import read_claim
 from driver.kube.types import Claim, GpuNodePlan, Pod, Reference
-from driver.model.plan import FailureCause, UnpreparedClaim
+from driver.model.plan import MOST_UNPREPARED, FailureCause, UnpreparedClaim
 from driver.slices.pool_names import Pool
 
 log = logging.getLogger(__name__)
 
 REASON = "FailedStart"
 
-RETRY_SECONDS = 30.0
-"""Time between two attempts to move the pods of one claim."""
+RETRY_SECONDS, PROTECTED_RETRY_SECONDS = 30.0, 300.0
+"""Time between two attempts to move the pods of one claim; after an attempt that found them protected."""
+
+MOST_PODS = 32
+"""Most pods of one claim: each is read before any is evicted."""
 
 PASS_SECONDS = 1.0
 """Time after which a pass leaves other claims to the next one: decisions wait meanwhile."""
@@ -51,7 +55,7 @@ class FailedStart(NamedTuple):
 def starts_to_move(plans: Mapping[str, GpuNodePlan]) -> Iterator[FailedStart]:
     """What nodes report of claims whose pods could start on another GPU or node."""
     for node, plan in plans.items():
-        for unprepared in plan.status.unprepared:
+        for unprepared in plan.status.unprepared[:MOST_UNPREPARED]:
             if unprepared.cause is not FailureCause.OTHER:
                 yield FailedStart(node, unprepared)
 
@@ -59,6 +63,16 @@ def starts_to_move(plans: Mapping[str, GpuNodePlan]) -> Iterator[FailedStart]:
 def is_widespread(nodes: int, of: int) -> bool:
     """Whether so many nodes ask for evictions that nobody is evicted."""
     return nodes > max(1.0, STOP_SHARE * of)
+
+
+def in_turn(due: Mapping[tuple[str, str], float]) -> list[tuple[str, str]]:
+    """The keys (node, claim), the longest due first; a node that has many keeps the others waiting no longer."""
+    turns: Counter[str] = Counter()
+    order: list[tuple[int, float, tuple[str, str]]] = []
+    for key, at in sorted(due.items(), key=lambda item: (item[1], item[0])):
+        order.append((turns[key[0]], at, key))
+        turns[key[0]] += 1
+    return [key for _, _, key in sorted(order)]
 
 
 class FailedStarts:
@@ -77,6 +91,8 @@ class FailedStarts:
         self._due: dict[tuple[str, str], float] = {}
         self._asked_at: dict[str, float] = {}
         self._evicted_at: dict[str, list[float]] = {}
+        self._begun: set[tuple[str, str]] = set()
+        """Claims of which pods were evicted: for the others no budget is asked again."""
         self.next_s: float | None = None
         """Seconds from the last update to the next attempt; None: every claim can be prepared."""
 
@@ -85,62 +101,84 @@ class FailedStarts:
         if not self._after_seconds:
             return
         now = self._clock()
+        reported = {
+            (node, claim.uid) for node, plan in plans.items() for claim in plan.status.unprepared[:MOST_UNPREPARED]
+        }
         failed = {(start.node, start.unprepared.uid): start for start in starts_to_move(plans)}
-        self._due = {key: self._due.get(key, now + self._after_seconds) for key in failed}
-        self._asked_at |= {start.node: now for start in failed.values()}
+        # Another cause for a moment, such as an API server that does not answer, ends no wait.
+        self._due = {
+            key: self._due.get(key, now + self._after_seconds) for key in reported if key in failed or key in self._due
+        }
+        self._begun &= reported
+        due = in_turn({key: at for key, at in self._due.items() if at <= now and key in failed})
+        self._asked_at |= dict.fromkeys((node for node, _ in due), now)
         self._asked_at = {node: at for node, at in self._asked_at.items() if at > now - STOP_SECONDS and node in plans}
-        due = sorted((at, key) for key, at in self._due.items() if at <= now)
         is_stopped = is_widespread(len(self._asked_at), len(plans))
-        for _, key in due:
-            self._due[key] = self._clock() + RETRY_SECONDS
-            if is_stopped:
-                continue
-            try:
-                self._move(failed[key], claims)
-            except (ApiError, msgspec.MsgspecError) as error:
-                if not isinstance(error, ApiError) or error.status not in (NOT_FOUND, CONFLICT):
-                    extra = {"node": key[0], "claim": failed[key].unprepared.claim, "error": str(error)}
-                    log.warning("the pods of a claim that can't be prepared can't be evicted now", extra=extra)
+        if due and is_stopped:
+            extra: dict[str, object] = {"count": len(self._asked_at), "plans": len(plans)}
+            log.error("too many nodes can't prepare claims: nobody is evicted for it", extra=extra)
+        for key in due:
+            self._due[key] = now + (PROTECTED_RETRY_SECONDS if is_stopped else self._attempt(failed[key], claims))
             if self._clock() > now + PASS_SECONDS:
                 break
-        if due and is_stopped:
-            log.error(
-                "too many nodes can't prepare claims: nobody is evicted for it",
-                extra={"count": len(self._asked_at), "plans": len(plans)},
-            )
-        self.next_s = max(0.0, min(self._due.values()) - self._clock()) if self._due else None
+        # Decisions do not wait for the rest of a pass that was cut off.
+        waiting = [self._due[key] for key in failed]
+        waits = [max(at - self._clock(), PASS_SECONDS if at <= now else 0.0) for at in waiting]
+        self.next_s = min(waits, default=None)
 
-    def _move(self, start: FailedStart, claims: ClaimIndex) -> None:
-        """Evict the pods of one claim, all or none. Raises ApiError."""
+    def _attempt(self, start: FailedStart, claims: ClaimIndex) -> float:
+        """Move the pods of one claim. Return the number of seconds until the next attempt."""
+        try:
+            return RETRY_SECONDS if self._move(start, claims) else PROTECTED_RETRY_SECONDS
+        except (ApiError, msgspec.MsgspecError) as error:
+            if not isinstance(error, ApiError) or error.status != NOT_FOUND:
+                extra = {"node": start.node, "claim": start.unprepared.claim, "error": str(error)}
+                log.warning("the pods of a claim that can't be prepared can't be evicted now", extra=extra)
+            return RETRY_SECONDS
+
+    def _move(self, start: FailedStart, claims: ClaimIndex) -> bool:
+        """Evict the pods of one claim, all or none; False if they are protected. Raises ApiError."""
         unprepared, pool = start.unprepared, Pool(start.node, self._driver).name
         namespace, _, name = unprepared.claim.partition("/")
         if not (SUBDOMAIN.fullmatch(namespace) and SUBDOMAIN.fullmatch(name)):
-            return  # no claim has such a name; it could lead elsewhere
+            return False  # no claim has such a name; it could lead elsewhere
         claim = read_claim(self._client, namespace, name)
         devices = claim.results_in(self._driver, pool)
         if claim.metadata.uid != unprepared.uid or not devices or _is_prepared(claim, self._driver, pool):
-            return
+            return True
+        cause = f"node {start.node} can't prepare {', '.join(result.device for result in devices)} "
+        cause += f"for claim {unprepared.claim}: {unprepared.message}"
+        if len(claim.status.reserved_for) > MOST_PODS:
+            self._tell(claim, [], f"{cause}; its pods are not evicted: more than {MOST_PODS} share it")
+            return False
         pods = [pod for pod in self._evictor.consumers(claim) if not pod.metadata.deletion_timestamp]
-        if any(pod.status.phase != "Pending" or not pod.spec.node_name for pod in pods):
-            return  # one of them has run: the report is out of date
-        if not self._has_budget(start.node, len(pods), claims):
-            return
-        what = ", ".join(result.device for result in devices)
-        cause = f"node {start.node} can't prepare {what} for claim {unprepared.claim}: {unprepared.message}"
-        protected = ADMIN_ACCESS if any(result.admin_access for result in devices) else None
-        for pod in pods:
-            protected = protected or self._evictor.protection(pod)
+        if any(pod.status.phase != "Pending" or pod.spec.node_name != start.node for pod in pods):
+            return True  # one of them has run, or is not bound yet: the report is out of date
+        if (start.node, unprepared.uid) not in self._begun and not self._has_budget(start.node, len(pods), claims):
+            return True
+        is_admin = any(result.admin_access for result in devices)
+        protected = ADMIN_ACCESS if is_admin else self._evictor.protection(pods)
         if protected is not None:
             self._tell(claim, pods, f"{cause}; its pod is not evicted: {protected}")
-            self._evictor.count(Trigger.FAILED_START, Outcome.PROTECTED)
-            return
-        for pod in pods:
-            self._evictor.evict(pod, Trigger.FAILED_START)
+            for _ in pods:
+                self._evictor.count(Trigger.FAILED_START, Outcome.PROTECTED)
+            return False
+        self._evict(
+            start, claim, pods, f"{cause}; its pod is evicted, so that its controller replaces it by one elsewhere"
+        )
+        return True
+
+    def _evict(self, start: FailedStart, claim: Claim, pods: list[Pod], message: str) -> None:
+        """Evict ``pods`` after the API server has agreed to each. Raises ApiError; a later attempt evicts the rest."""
+        evictable = [pod for pod in pods if self._evictor.evict(pod, Trigger.FAILED_START, is_rehearsal=True)]
+        for pod in evictable:
+            if not self._evictor.evict(pod, Trigger.FAILED_START):
+                continue
+            self._begun.add((start.node, claim.metadata.uid))
             self._evicted_at.setdefault(start.node, []).append(self._clock())
-            extra = {"pod": f"{namespace}/{pod.metadata.name}", "node": start.node, "claim": unprepared.claim}
+            self._tell(claim, [pod], message)
+            extra = {"pod": pod.metadata.key, "node": start.node, "claim": start.unprepared.claim}
             log.warning("evicted a pod whose claim can't be prepared", extra=extra)
-        if pods:
-            self._tell(claim, pods, f"{cause}; its pod is evicted, so that its controller replaces it by one elsewhere")
 
     def _has_budget(self, node: str, count: int, claims: ClaimIndex) -> bool:
         since = self._clock() - BUDGET_SECONDS

@@ -77,6 +77,7 @@ class OwnerReference(Struct, frozen=True):
     name: str
     controller: bool = False
     uid: str = ""
+    api_version: str = ""
 
 
 class Metadata(ObjectMeta, frozen=True, rename="camel", omit_defaults=True):

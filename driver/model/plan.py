@@ -192,6 +192,10 @@ class FailureCause(StrEnum):
         return cls.OTHER
 
 
+MOST_UNPREPARED = 32
+"""Most claims that a node reports as not prepared."""
+
+
 class UnpreparedClaim(msgspec.Struct, frozen=True, rename="camel"):
     """A claim with a device of the node that the node could not prepare, or not release, at the last attempt.
 

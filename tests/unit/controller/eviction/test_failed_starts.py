@@ -11,7 +11,14 @@ import pytest
 
 from controller.cluster.claim_index import ClaimIndex
 from controller.eviction.evictor import MOST_OF_OWNER, Evictor
-from controller.eviction.failed_starts import BUDGET_SECONDS, RETRY_SECONDS, FailedStarts
+from controller.eviction.failed_starts import (
+    BUDGET_SECONDS,
+    MOST_PODS,
+    PASS_SECONDS,
+    PROTECTED_RETRY_SECONDS,
+    RETRY_SECONDS,
+    FailedStarts,
+)
 from driver.kube.events import Recorder
 from driver.kube.types import Claim, GpuNodePlan, PlanMetadata
 from driver.model.plan import FailureCause, PlanSpec, PlanStatus, UnpreparedClaim
@@ -27,7 +34,8 @@ SMALL = "gpu-0-mig-1g10gb-0"
 
 
 def owner(name: str, kind: str = "ReplicaSet", *, controller: bool = True) -> dict[str, Any]:
-    return {"apiVersion": "apps/v1", "kind": kind, "name": name, "uid": f"uid-{name}", "controller": controller}
+    version = "batch/v1" if kind == "Job" else "apps/v1"
+    return {"apiVersion": version, "kind": kind, "name": name, "uid": f"uid-{name}", "controller": controller}
 
 
 @dataclass
@@ -55,7 +63,7 @@ class Site:
         self.reports.setdefault(node, []).append(report)
 
     def claim(self, name: str, *pods: str, node: str = "node-a", **more: Any) -> None:
-        reserved = [{"resource": "pods", "name": pod, "uid": "any"} for pod in pods]
+        reserved = [{"resource": "pods", "name": pod, "uid": f"uid-of-{pod}"} for pod in pods]
         allocation = allocated(SMALL, **more.pop("result", {}))
         allocation["devices"]["results"][0]["pool"] = f"{node}-{DRIVER}"
         self.api.store(f"{CLAIMS}/{name}", status={"allocation": allocation, "reservedFor": reserved, **more})
@@ -63,7 +71,7 @@ class Site:
     def pod(self, name: str, claim: str, node: str = "node-a", owners: Any = None, phase: str = "Pending") -> None:
         owners = [owner(name)] if owners is None else owners
         spec = {"nodeName": node, "resourceClaims": [{"name": "gpu", "resourceClaimName": claim}]}
-        metadata = {"name": name, "ownerReferences": owners, "labels": {"app": name}}
+        metadata = {"name": name, "uid": f"uid-of-{name}", "ownerReferences": owners, "labels": {"app": name}}
         self.api.store(f"{PODS}/{name}", metadata=metadata, spec=spec, status={"phase": phase})
 
     def budget(self, name: str, app: str, healthy: int, desired: int, policy: str = "") -> None:
@@ -252,7 +260,7 @@ def test_of_the_consumers_of_a_claim_all_are_evicted_or_none(site: Site) -> None
     site.decide(AFTER_SECONDS)
     assert not site.api.evicted
     site.pod("two", "shared")
-    site.decide(RETRY_SECONDS)
+    site.decide(PROTECTED_RETRY_SECONDS)
     assert sorted(site.api.evicted) == ["one", "two"]
 
 
@@ -305,3 +313,110 @@ def test_a_report_can_not_lead_elsewhere(site: Site) -> None:
     site.decide()
     site.decide(AFTER_SECONDS)
     assert not site.api.count("get")
+
+
+def test_a_later_pod_of_the_same_name_and_a_pod_of_another_claim_are_left_alone(site: Site) -> None:
+    site.start("web-0")
+    site.pod("web-0", "another-claim", node="node-z")
+    site.decide()
+    site.decide(AFTER_SECONDS)
+    assert not site.api.evicted
+    site.api.store(f"{PODS}/web-0", metadata={"uid": "of-the-next-pod"})
+    site.decide(PROTECTED_RETRY_SECONDS)
+    assert not site.api.evicted
+
+
+def test_the_pods_of_a_claim_count_together_against_the_limit_of_their_owner(site: Site) -> None:
+    site.start("shared", "a", "b", "c")
+    for pod in "abc":
+        site.pod(pod, "shared", owners=[owner("deployment")])
+    site.decide()
+    site.decide(AFTER_SECONDS)
+    assert not site.api.evicted
+    assert "ReplicaSet deployment loses at most 2 pods an hour" in site.event("a")
+
+
+def test_evictions_that_a_job_has_not_counted_yet_are_counted_for_it(site: Site) -> None:
+    site.job("fit", backoffLimit=1)
+    for name in ("one", "two"):
+        site.start(name)
+        site.pod(name, name, owners=[owner("fit", "Job")])
+    site.decide()
+    site.decide(AFTER_SECONDS)
+    site.decide(BUDGET_SECONDS + 1)
+    assert len(site.api.evicted) == 1
+
+
+def test_a_job_of_another_kind_of_controller_is_no_batch_job(site: Site) -> None:
+    site.start("train")
+    site.pod("train", "train", owners=[{**owner("fit", "Job"), "apiVersion": "batch.volcano.sh/v1alpha1"}])
+    site.decide()
+    site.decide(AFTER_SECONDS)
+    assert site.api.evicted == ["train"]
+
+
+def test_a_pod_that_the_api_server_protects_keeps_the_others_of_its_claim_too(site: Site) -> None:
+    site.start("shared", "one", "two")
+    site.api.protected = {"two": 429}
+    site.decide()
+    site.decide(AFTER_SECONDS)
+    assert not site.api.evicted
+    site.api.protected = {}
+    site.decide(RETRY_SECONDS)
+    assert sorted(site.api.evicted) == ["one", "two"]
+
+
+def test_a_claim_of_very_many_pods_is_left_alone(site: Site) -> None:
+    site.start("shared", *(f"pod-{number}" for number in range(MOST_PODS + 1)))
+    site.decide()
+    site.decide(AFTER_SECONDS)
+    assert not site.api.evicted
+    assert f"more than {MOST_PODS} share it" in site.event("shared", "ResourceClaim")
+
+
+def test_another_cause_for_a_moment_ends_no_wait(site: Site) -> None:
+    site.start("serve")
+    site.decide()
+    [report] = site.reports["node-a"]
+    site.reports["node-a"] = [msgspec.structs.replace(report, cause=FailureCause.OTHER)]
+    site.decide(AFTER_SECONDS)
+    assert not site.api.evicted
+    site.reports["node-a"] = [report]
+    site.decide(1)
+    assert site.api.evicted == ["serve"]
+
+
+def test_a_node_that_reports_very_much_slows_no_decision_and_keeps_no_other_node_waiting(site: Site) -> None:
+    site.nodes = 30
+    site.reports["node-a"] = [
+        UnpreparedClaim(f"team/fake-{number}", f"uid-{number}", "2026-11-26T00:00:00Z", FailureCause.GPU)
+        for number in range(20_000)
+    ]
+    site.start("serve", node="node-b")
+    site.decide()
+    site.decide(AFTER_SECONDS)
+    assert site.failed.next_s is not None
+    assert site.failed.next_s >= PASS_SECONDS
+    assert site.api.count("get") < 100
+    assert site.api.evicted == ["serve"]
+
+
+def test_a_failure_that_is_over_in_time_does_not_count_as_a_sign_of_a_bad_release(site: Site) -> None:
+    site.nodes = 18
+    site.start("serve", node="node-a")
+    site.start("other", node="node-b")
+    site.start("third", node="node-c")
+    site.decide()
+    del site.reports["node-b"], site.reports["node-c"]
+    site.decide(AFTER_SECONDS)
+    assert site.api.evicted == ["serve"]
+
+
+def test_a_budget_that_was_not_counted_yet_protects(site: Site) -> None:
+    site.start("serve")
+    site.budget("fresh", "serve", 0, 0)
+    path = "/apis/policy/v1/namespaces/team/poddisruptionbudgets/fresh"
+    site.api.store(path, metadata={"generation": 2}, spec={"selector": {"matchLabels": {"app": "serve"}}})
+    site.decide()
+    site.decide(AFTER_SECONDS)
+    assert not site.api.evicted
