@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from pynvml import NVML_ERROR_IN_USE
+from pynvml import NVML_ERROR_IN_USE, NVML_ERROR_INSUFFICIENT_RESOURCES
 
 from driver.errors import HardwareError
 from driver.hardware.device_nodes import CONTROL_NODES, DeviceNode
@@ -218,15 +218,19 @@ class Partitions:
         return complete
 
     def _explained(self, device: Device, error: HardwareError) -> HardwareError:
-        """Name the partition in the way: NVML's own error does not. Without one, the hardware failed."""
+        """Name the partition in the way: NVML's own error does not. Without one, the hardware failed.
+
+        Partitions elsewhere on the GPU may use up what only some can have (a profile with media extensions).
+        """
         try:
             partitions = self.host.partitions(device.gpu)
             overlapping = [partition for partition in partitions if partition.placement.mask & device.mask]
         except HardwareError:
-            overlapping = []
+            partitions, overlapping = (), []
         if overlapping:
             return occupied(device, overlapping[0])
-        self._outcomes.change_failed(device.gpu, GpuChange.CUT, error)
+        if not (partitions and error.code == NVML_ERROR_INSUFFICIENT_RESOURCES):
+            self._outcomes.change_failed(device.gpu, GpuChange.CUT, error)
         return error
 
 

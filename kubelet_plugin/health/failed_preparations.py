@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import msgspec
+import pynvml
 
 from driver.clock import written_time
 from driver.errors import HardwareError, StateError, TesseraError
-from driver.model.plan import FailureCause, UnpreparedClaim
+from driver.model.plan import MOST_UNPREPARED, FailureCause, UnpreparedClaim
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import LockTimeoutError
 from kubelet_plugin.inventory.inventory import ClaimReference
@@ -19,8 +20,8 @@ from kubelet_plugin.inventory.inventory import ClaimReference
 PREPARE, UNPREPARE = VERBS = "prepare", "unprepare"
 """What the kubelet asks for; a release that failed is repeated by the plugin itself, too."""
 
-MOST_REPORTED, MOST_CHARACTERS = 32, 300
-"""Claims in the plan's status, those that fail longest; and characters of the message of each."""
+MOST_CHARACTERS = 300
+"""Most characters of the message of a claim."""
 
 FORGOTTEN_AFTER_SECONDS = 300.0
 """Time after its last attempt when a claim is no longer reported: the kubelet tries again about once a minute."""
@@ -29,8 +30,13 @@ FORGOTTEN_AFTER_SECONDS = 300.0
 class FailedPreparations:
     """Thread-safe. Reports a change when a claim fails for the first time, fails for another cause, or succeeds."""
 
-    def __init__(self, changes: ChangeNotifier, clock: Callable[[], float] = time.time) -> None:
-        self._changes, self._clock = changes, clock
+    def __init__(
+        self,
+        changes: ChangeNotifier,
+        clock: Callable[[], float] = time.time,
+        since_start: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._changes, self._clock, self._since_start = changes, clock, since_start
         self._lock = threading.Lock()
         self._failed: dict[tuple[str, str], tuple[UnpreparedClaim, float]] = {}
         """By verb and UID, with the time of the last attempt."""
@@ -49,12 +55,12 @@ class FailedPreparations:
             self._changes.report(NodeChange.UNPREPARED)
 
     def reported(self, verb: str = PREPARE) -> tuple[UnpreparedClaim, ...]:
-        """The claims for which ``verb`` fails, the oldest failure first."""
+        """The claims for which ``verb`` fails: first those that are not at fault themselves, then the oldest failure."""
         with self._lock:
-            recent = self._clock() - FORGOTTEN_AFTER_SECONDS
+            recent = self._since_start() - FORGOTTEN_AFTER_SECONDS
             self._failed = {key: (failed, at) for key, (failed, at) in self._failed.items() if at >= recent}
             failures = [failed for (failed_verb, _), (failed, _) in self._failed.items() if failed_verb == verb]
-            return tuple(failures)[:MOST_REPORTED]
+        return tuple(sorted(failures, key=lambda failed: failed.cause is FailureCause.OTHER))[:MOST_UNPREPARED]
 
     def _record(self, verb: str, claim: ClaimReference, error: Exception) -> None:
         cause, message = _cause(error), str(error)[:MOST_CHARACTERS]
@@ -64,14 +70,15 @@ class FailedPreparations:
                 failed = UnpreparedClaim(str(claim), claim.uid, written_time(int(self._clock())), cause, message)
             else:
                 failed = msgspec.structs.replace(before, cause=cause, message=message)
-            self._failed[verb, claim.uid] = failed, self._clock()
+            self._failed[verb, claim.uid] = failed, self._since_start()
         if before is None or before.cause is not cause:
             self._changes.report(NodeChange.UNPREPARED)
 
 
 def _cause(error: Exception) -> FailureCause:
     if isinstance(error, HardwareError | LockTimeoutError):
-        return FailureCause.GPU
+        no_right = isinstance(error, HardwareError) and error.code == pynvml.NVML_ERROR_NO_PERMISSION
+        return FailureCause.NODE if no_right else FailureCause.GPU
     if isinstance(error, StateError) or not isinstance(error, TesseraError):
         return FailureCause.NODE
     return FailureCause.OTHER

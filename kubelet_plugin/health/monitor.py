@@ -10,7 +10,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import pynvml
 
@@ -44,8 +45,8 @@ GPU_UNHEALTHY, GPU_HEALTHY = "GpuUnhealthy", "GpuHealthy"
 ABSENT = "absent"
 """Cause of Events about a GPU that does not respond."""
 
-REQUEST_AT_FAULT = frozenset({pynvml.NVML_ERROR_INVALID_ARGUMENT})
-"""Answers of NVML to a change that say nothing about the GPU."""
+REQUEST_AT_FAULT = frozenset({pynvml.NVML_ERROR_INVALID_ARGUMENT, pynvml.NVML_ERROR_NO_PERMISSION})
+"""Answers of NVML to a change that say nothing about the GPU: the request or the plugin's rights are at fault."""
 
 
 class HealthMonitor:
@@ -71,6 +72,7 @@ class HealthMonitor:
         self._record = self._file.load()
         self._device_conditions: dict[tuple[str, ConditionType], tuple[str, int]] = {}
         self._offered_for_trial: dict[str, int] = {}
+        self._tried: set[str] = set()
         self._recovery_supported: set[str] = set()
         self._unable: str | None = None
         self._current: dict[str, tuple[DeviceCondition, ...]] = {}
@@ -132,7 +134,7 @@ class HealthMonitor:
 
     def change_succeeded(self, gpu: Gpu, change: GpuChange) -> None:
         """End the count of refused changes, and the condition of a failing GPU (``HardwareOutcomes``)."""
-        if not self._record.refused:
+        if not self._record.refused or gpu.uuid in self._tried:
             return
         with self._lock:
             self._change(recorded_faults.apply_success(self._record, gpu.uuid, change))
@@ -140,8 +142,19 @@ class HealthMonitor:
                 self._publish()
 
     def failing(self) -> Sequence[RefusedChanges]:
-        """What the hardware of failing GPUs refused."""
-        return self._record.failing
+        """What the hardware of failing GPUs refused, of those that may be tried: nothing else is wrong with them."""
+        record = self._record
+        others = record.cordoned.keys() | record.actions.keys() | {fault.gpu for fault in record.faults}
+        return [refused for refused in record.failing if refused.gpu not in others]
+
+    @contextmanager
+    def trying(self, gpu: Gpu) -> Iterator[None]:
+        """While the block runs, a successful change of ``gpu`` does not end its condition."""
+        self._tried.add(gpu.uuid)
+        try:
+            yield
+        finally:
+            self._tried.discard(gpu.uuid)
 
     def offer_for_trial(self, gpu: Gpu, slices: int) -> None:
         """Offer the devices on these memory slices (bit mask) of a failing GPU: preparing one is the trial."""

@@ -40,6 +40,8 @@ class ClaimReference:
 
     def as_holder(self) -> str:
         """The claim as the holder of a device, in messages about another claim."""
+        if not self.namespace and self.name not in ("", self.uid):
+            return self.name  # a trial of the plugin's own
         if not self.namespace:
             return f"claim {self.uid}, whose checkpoint record is unreadable or missing,"
         return f"claim {self} ({self.uid})"

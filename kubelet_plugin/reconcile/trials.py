@@ -83,21 +83,31 @@ class Trials:
             masks = [device.mask for device in inventory.held_on(gpu)]
             masks += [partition.placement.mask for partition in self._partitions.host.partitions(gpu)]
             taken = reduce(or_, masks, 0)
-            partitions = (device for device in inventory.devices_on(gpu) if device.profile is not None)
+            partitions = [device for device in inventory.devices_on(gpu) if device.profile is not None]
             smallest = next((device for device in partitions if not device.mask & taken), None)
-            if taken or smallest is None:
-                self._health.offer_for_trial(gpu, gpu.all_slices if smallest is None else smallest.mask)
+            if not partitions:
+                self._health.offer_for_trial(gpu, gpu.all_slices)
+            elif taken:
+                if smallest is not None:
+                    self._health.offer_for_trial(gpu, smallest.mask)
             elif refused.change is GpuChange.SWITCH:
                 self._partitions.switch_mig_mode(gpu)
-            else:
-                self._cut_and_remove(trial, smallest)
+            elif smallest is not None:
+                with self._health.trying(gpu):
+                    self._cut_and_remove(trial, smallest)
+                self._health.change_succeeded(gpu, GpuChange.CUT)
 
     def _cut_and_remove(self, trial: ClaimReference, device: Device) -> None:
-        """Recorded like a claim that is being prepared: after a kill the partition is removed like a claim's."""
+        """The partition is held and recorded like that of a claim in preparation, and so removed after a kill."""
         stores, number = self._stores, self._stores.inventory.number(device.gpu)
         partition = device_record(device, stores.pool.name, (), number)
         record = ClaimRecord(VERSION, trial.namespace, trial.name, trial.uid, "preparing", (partition,), stores.boot)
-        stores.checkpoint.put(record)
+        stores.inventory.hold(trial, [device])
+        try:
+            stores.checkpoint.put(record)
+        except RecoverableError:
+            stores.inventory.release(trial.uid)
+            raise
         try:
             self._partitions.make(device, partition)
         except RecoverableError:

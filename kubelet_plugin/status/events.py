@@ -74,7 +74,9 @@ class PluginEvents:
                 self._pods.popitem(last=False)
 
     def claim(self, about: ClaimReference, reason: EventReason, message: str, *, warning: bool = True) -> None:
-        """Record an Event on the claim and on each pod that is known to use it."""
+        """Record an Event on the claim and on each pod that is known to use it; none on the plugin's own trials."""
+        if not about.namespace:
+            return
         itself = Reference("ResourceClaim", about.name, about.namespace, about.uid, "resource.k8s.io/v1")
         with self._lock:
             pods = self._pods.get(about.uid, ())

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 import pytest
 
 from driver.errors import ApiError, ClaimError, HardwareError, StateError
-from driver.model.plan import FailureCause, UnpreparedClaim
+from driver.model.plan import MOST_UNPREPARED, FailureCause, UnpreparedClaim
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import LockTimeoutError
 from kubelet_plugin.health.failed_preparations import (
     FORGOTTEN_AFTER_SECONDS,
     MOST_CHARACTERS,
-    MOST_REPORTED,
     FailedPreparations,
 )
 from kubelet_plugin.inventory.inventory import ClaimReference
@@ -32,7 +31,7 @@ class Calls:
     def __post_init__(self) -> None:
         notifier = ChangeNotifier()
         notifier.subscribe(NodeChange.UNPREPARED, self._changed)
-        self.failed = FailedPreparations(notifier, lambda: self.now)
+        self.failed = FailedPreparations(notifier, lambda: self.now, lambda: self.now)
 
     def fail(self, error: Exception, claim: ClaimReference = CLAIM, verb: str = "prepare") -> None:
         with pytest.raises(type(error)), self.failed.observe(verb, claim):
@@ -55,6 +54,7 @@ def calls() -> Calls:
     ("error", "cause"),
     [
         (HardwareError("NVML says UNKNOWN", 999), FailureCause.GPU),
+        (HardwareError("NVML says NO_PERMISSION", 4), FailureCause.NODE),
         (LockTimeoutError("waited 15 s for GPU-1"), FailureCause.GPU),
         (StateError("no space left on device"), FailureCause.NODE),
         (ValueError("a defect"), FailureCause.NODE),
@@ -108,8 +108,16 @@ def test_a_claim_that_the_kubelet_has_given_up_is_forgotten(calls: Calls) -> Non
 
 
 def test_the_report_has_a_limit_and_keeps_the_claims_that_fail_longest(calls: Calls) -> None:
-    for number in range(MOST_REPORTED + 5):
+    for number in range(MOST_UNPREPARED + 5):
         calls.fail(HardwareError("x" * 5000), ClaimReference("team", f"c-{number}", f"uid-{number}"))
     reported = calls.failed.reported()
-    assert [failed.uid for failed in reported] == [f"uid-{number}" for number in range(MOST_REPORTED)]
+    assert [failed.uid for failed in reported] == [f"uid-{number}" for number in range(MOST_UNPREPARED)]
     assert {len(failed.message) for failed in reported} == {MOST_CHARACTERS}
+
+
+def test_claims_with_mistakes_of_their_own_hide_no_failing_gpu(calls: Calls) -> None:
+    for number in range(MOST_UNPREPARED):
+        calls.fail(ClaimError("unknown parameter"), ClaimReference("team", f"c-{number}", f"other-{number}"))
+    calls.fail(HardwareError("UNKNOWN"))
+    assert calls.failed.reported()[0].uid == "uid-1"
+    assert calls.failed.reported()[0].cause is FailureCause.GPU

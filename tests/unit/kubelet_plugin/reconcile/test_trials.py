@@ -137,6 +137,7 @@ def test_switches_of_the_mig_mode_do_not_excuse_a_gpu_that_can_not_be_cut(failin
     ("call", "code"),
     [
         (CUT, pynvml.NVML_ERROR_INVALID_ARGUMENT),  # the request's fault
+        (CUT, pynvml.NVML_ERROR_NO_PERMISSION),  # the node's
         ("nvmlDeviceGetGpuInstances", pynvml.NVML_ERROR_UNKNOWN),  # nothing was to be changed
     ],
 )
@@ -285,3 +286,52 @@ def test_a_plugin_that_is_killed_in_a_trial_leaves_nothing_behind(tmp_path: Path
     armed = False
     failing.restart()
     assert failing.health.node.nothing_left()
+
+
+def test_a_cordoned_gpu_is_not_tried(failing: FailingNode) -> None:
+    failing.fail(CUT, times=3)
+    failing.refuse(SMALL, 3)
+    uuid = failing.health.node.node.inventory.gpus[0].uuid
+    failing.health.health.apply_plan(PlanSpec(cordoned=(f"{uuid} fan",)))
+    assert failing.later(LONGEST_PAUSE_SECONDS) is None
+    failing.health.health.apply_plan(PlanSpec())
+    failing.later(0)
+    failing.later(FIRST_PAUSE_SECONDS)
+    assert failing.unhealthy == set()
+
+
+def test_a_failing_gpu_that_is_full_offers_nothing_when_it_gets_free_until_it_was_tried(failing: FailingNode) -> None:
+    failing.fail(CUT)
+    failing.refuse(SMALL, 3)
+    claim = failing.prepare("gpu-0")
+    failing.later(0)
+    failing.later(FIRST_PAUSE_SECONDS)
+    failing.health.node.preparer.unprepare(claim)
+    assert failing.free == set()
+
+
+def test_the_partition_of_a_trial_belongs_to_nobody_else(tmp_path: Path) -> None:
+    """A scan in the middle of the trial takes it for none that Tessera did not create."""
+    seen: list[bool] = []
+
+    def scan(at: NodeStep, when: str) -> None:
+        if (at.value, when) == ("destroy-gpu-instance", "before"):
+            node = site.health.node
+            node.scanner.scan_partitions(node.node.inventory, node.node.inventory.gpus)
+            seen.append(node.node.inventory.foreign)
+
+    site = FailingNode(tmp_path, observer=scan)
+    site.fail(CUT, times=3)
+    site.refuse(SMALL, 3)
+    site.later(0)
+    seen.clear()
+    site.later(FIRST_PAUSE_SECONDS)
+    assert seen == [False]
+    assert site.unhealthy == set()
+
+
+def test_a_partition_with_media_extensions_of_somebody_else_makes_no_gpu_failing(failing: FailingNode) -> None:
+    failing.prepare("gpu-0-mig-1g10gbme-0")
+    failing.fail(CUT, pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES)
+    failing.refuse("gpu-0-mig-1g10gbme-3", 4)
+    assert failing.unhealthy == set()
