@@ -55,7 +55,7 @@ class FailedPreparations:
             self._changes.report(NodeChange.UNPREPARED)
 
     def reported(self, verb: str = PREPARE) -> tuple[UnpreparedClaim, ...]:
-        """The claims for which ``verb`` fails: those that are not at fault themselves first, then the oldest failure."""
+        """The claims for which ``verb`` fails: first those not at fault themselves, then the oldest failure."""
         with self._lock:
             recent = self._since_start() - FORGOTTEN_AFTER_SECONDS
             self._failed = {key: (failed, at) for key, (failed, at) in self._failed.items() if at >= recent}
