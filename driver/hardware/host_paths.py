@@ -17,6 +17,8 @@ LIBRARY_DIRECTORIES = (
     "lib/x86_64-linux-gnu",
     "lib/aarch64-linux-gnu",
     "lib64",
+    "usr/lib",
+    "usr/local/nvidia/lib64",
 )
 
 HOST = Path("/")

@@ -42,6 +42,7 @@ FIRMWARE = ("*/gsp*.bin",)
 PLACES = (
     *((directory, LIBRARIES) for directory in LIBRARY_DIRECTORIES),
     ("usr/bin", BINARIES),
+    ("usr/local/nvidia/bin", BINARIES),
     ("lib/firmware/nvidia", FIRMWARE),
 )
 """Directories below the driver root, and the file patterns in each."""

@@ -251,6 +251,20 @@ def test_where_lib_is_a_link_into_usr_each_file_is_found_once(host: Host) -> Non
     assert host.mounted() == ["/usr/lib/x86_64-linux-gnu/libcuda.so.580", "/usr/lib64/libnvidia-ml.so.580"]
 
 
+def test_a_driver_in_usr_local_nvidia_is_found_there_and_by_its_links_in_usr_lib(host: Host) -> None:
+    """As on GKE."""
+    host.file("usr/local/nvidia/lib64/libcuda.so.580")
+    host.file("usr/local/nvidia/bin/nvidia-smi")
+    host.link("usr/local/nvidia/lib64/libcuda.so.1", "libcuda.so.580")
+    host.link("usr/lib/libcuda.so.1", "/usr/local/nvidia/lib64/libcuda.so.1")
+    assert host.mounted() == [
+        "/usr/lib/libcuda.so.1",
+        "/usr/local/nvidia/bin/nvidia-smi",
+        "/usr/local/nvidia/lib64/libcuda.so.1",
+        "/usr/local/nvidia/lib64/libcuda.so.580",
+    ]
+
+
 def test_links_with_absolute_targets_are_followed_inside_the_hosts_root(host: Host) -> None:
     """Debian's alternatives: seen from a container, the target lies below the mounted root, not below /."""
     host.file("usr/lib/nvidia/current/libcuda.so.580")
