@@ -149,6 +149,11 @@ def uninstall(cluster: Cluster) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def unused(report: Report) -> list[Grant]:
+    """The rights that nothing used, but for those to see what protects a pod, which ``test_failed_starts`` uses."""
+    return [grant for grant in report.unused if grant.group not in ("batch", "policy")]
+
+
 @pytest.fixture(scope="module")
 def work(watched: Watched) -> Report:
     """What the log says when both processes have done all their kinds of work."""
@@ -172,7 +177,7 @@ def work(watched: Watched) -> Report:
         second.start()
         # Whatever is amiss is told by the table below.
         with suppress(DeadlineError):
-            wait_for(lambda: {each.who for each in watched.report().unused} <= {HOOK}, SOON_S, "every right was used")
+            wait_for(lambda: {each.who for each in unused(watched.report())} <= {HOOK}, SOON_S, "every right was used")
     finally:
         for process in (plugin, first, second):
             process.stop()
@@ -185,9 +190,8 @@ def work(watched: Watched) -> Report:
 
 def test_each_right_is_used_and_nothing_is_refused(work: Report) -> None:
     print(work)
-    assert work.unused == []
+    assert unused(work) == []
     assert work.refused == []
-    assert work.sound
 
 
 def test_a_right_that_nobody_uses_is_found(watched: Watched, work: Report) -> None:
