@@ -178,11 +178,11 @@ def selects(selector: NodeSelector, node: Node) -> bool:
 def _failing(term: NodeTerm, node: Node) -> Iterator[Expression]:
     """The requirements of ``term`` that ``node`` does not meet."""
     labels, fields = node.metadata.labels, {"metadata.name": node.metadata.name}
-    yield from (requirement for requirement in term.match_expressions if not _meets(requirement, labels))
-    yield from (requirement for requirement in term.match_fields if not _meets(requirement, fields))
+    yield from (requirement for requirement in term.match_expressions if not meets(requirement, labels))
+    yield from (requirement for requirement in term.match_fields if not meets(requirement, fields))
 
 
-def _meets(expression: Expression, labels: Mapping[str, str]) -> bool:
+def meets(expression: Expression, labels: Mapping[str, str]) -> bool:
     """Whether a requirement holds for ``labels``; unknown operators select nothing."""
     value, values = labels.get(expression.key), expression.values
     match expression.operator:

@@ -7,25 +7,29 @@ read again directly before an eviction, which has the pod's UID as its precondit
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from controller.demand.node_eligibility import meets
 from driver.config.shared_flags import SUBDOMAIN
 from driver.errors import CONFLICT, NOT_FOUND, ApiError
 from driver.kube.client import KubeClient
 from driver.kube.events import Recorder
 from driver.kube.reads import read_all, read_object
-from driver.kube.types import Claim, OwnerReference, Pod, Reference
+from driver.kube.types import Claim, Expression, OwnerReference, Pod, Reference
 
 if TYPE_CHECKING:
     from controller.metrics import ControllerMetrics
 
 OWNER_SECONDS, MOST_OF_OWNER = 3600.0, 2
 """Most pods of one owner that are evicted within this time; more evictions would only repeat what did not help."""
+
+PASS_SECONDS = 1.0
+"""Time after which a pass of a trigger leaves what is due to the next one: decisions wait meanwhile."""
 
 ADMIN_ACCESS = "it has adminAccess"
 """Why the pods of such a claim are not evicted."""
@@ -89,19 +93,18 @@ class Job(msgspec.Struct, frozen=True):
         return self.spec.backoff_limit_per_index is None and failures <= self.spec.backoff_limit
 
 
-class Requirement(msgspec.Struct, frozen=True):
-    key: str
-    operator: str
-    values: tuple[str, ...] = ()
+LABEL_OPERATORS = {"In", "NotIn", "Exists", "DoesNotExist"}
 
 
 class LabelSelector(msgspec.Struct, frozen=True, rename="camel"):
     match_labels: dict[str, str] = {}
-    match_expressions: tuple[Requirement, ...] = ()
+    match_expressions: tuple[Expression, ...] = ()
 
     def selects(self, labels: dict[str, str]) -> bool:
+        """An unknown operator counts as met: the budget then protects the pod."""
         return all(labels.get(key) == value for key, value in self.match_labels.items()) and all(
-            _meets(labels, requirement) for requirement in self.match_expressions
+            expression.operator not in LABEL_OPERATORS or meets(expression, labels)
+            for expression in self.match_expressions
         )
 
 
@@ -141,6 +144,23 @@ class DisruptionBudget(msgspec.Struct, frozen=True):
 JOB = msgspec.json.Decoder(Job)
 
 
+class RecentEvictions:
+    """Counts evictions of the last ``seconds`` by key."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+        self._seconds, self._clock = seconds, clock
+        self._evicted_at: dict[str, list[float]] = {}
+
+    def add(self, key: str) -> None:
+        self._evicted_at.setdefault(key, []).append(self._clock())
+
+    def count(self, key: str) -> int:
+        since = self._clock() - self._seconds
+        recent = ((key, [at for at in times if at >= since]) for key, times in self._evicted_at.items())
+        self._evicted_at = {key: times for key, times in recent if times}
+        return len(self._evicted_at.get(key, ()))
+
+
 class Evictor:
     """For one thread."""
 
@@ -151,8 +171,8 @@ class Evictor:
         metrics: ControllerMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client, self._recorder, self._metrics, self._clock = client, recorder, metrics, clock
-        self._evicted_at: dict[str, list[float]] = defaultdict(list)
+        self._client, self._recorder, self._metrics = client, recorder, metrics
+        self._of_owner = RecentEvictions(OWNER_SECONDS, clock)
 
     def consumers(self, claim: Claim) -> list[Pod]:
         """The pods that use ``claim``, as they are now; those that are gone are left out. Raises ApiError."""
@@ -176,16 +196,19 @@ class Evictor:
 
         Raises ApiError: what can not be read protects, too.
         """
+        if not pods:
+            return None
         for pod in pods:
             if (protected := own_protection(pod)) is not None:
                 return protected
+        namespace = pods[0].metadata.namespace
         owners = [owner for pod in pods if (owner := owner_of(pod)) is not None]
         for owner, count in Counter(owners).items():
-            protected = self.owner_limit(owner, count) or self._job_protection(owner, pods[0].metadata.namespace, count)
+            protected = self.owner_limit(owner, count) or self._job_protection(owner, namespace, count)
             if protected is not None:
                 return protected
-        path = f"/apis/policy/v1/namespaces/{pods[0].metadata.namespace}/poddisruptionbudgets" if pods else ""
-        budgets = read_all(self._client, path, DisruptionBudget) if pods else ()
+        path = f"/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets"
+        budgets = read_all(self._client, path, DisruptionBudget)
         protecting = sorted(budget.metadata.name for budget in budgets if any(map(budget.protects, pods)))
         return f"PodDisruptionBudget {protecting[0]} forbids it" if protecting else None
 
@@ -194,7 +217,7 @@ class Evictor:
             return None
         job = read_object(self._client, f"/apis/batch/v1/namespaces/{namespace}/jobs/{owner.name}", JOB)
         # The Job's controller may not have counted the last ones yet.
-        if job.goes_on(count + len(self._evicted_at.get(owner.uid, ()))):
+        if job.goes_on(count + self._of_owner.count(owner.uid)):
             return None
         return f"Job {owner.name} would count it as a failure and has no retries left (podFailurePolicy)"
 
@@ -216,15 +239,12 @@ class Evictor:
             return True
         self.count(trigger, Outcome.EVICTED)
         if (owner := owner_of(pod)) is not None:
-            self._evicted_at[owner.uid].append(self._clock())
+            self._of_owner.add(owner.uid)
         return True
 
     def owner_limit(self, owner: OwnerReference, count: int = 1) -> str | None:
         """Why ``count`` more pods of ``owner`` are not evicted at present, or None."""
-        since = self._clock() - OWNER_SECONDS
-        recent = {uid: [at for at in times if at >= since] for uid, times in self._evicted_at.items()}
-        self._evicted_at = defaultdict(list, {uid: times for uid, times in recent.items() if times})
-        lost = len(self._evicted_at.get(owner.uid, ()))
+        lost = self._of_owner.count(owner.uid)
         if lost + count <= MOST_OF_OWNER:
             return None
         return f"{owner.kind} {owner.name} loses at most {MOST_OF_OWNER} pods an hour in this way, and has lost {lost}"
@@ -260,19 +280,3 @@ def pod_reference(pod: Pod) -> Reference:
 
 def _path(namespace: str, name: str) -> str:
     return f"/api/v1/namespaces/{namespace}/pods/{name}"
-
-
-def _meets(labels: dict[str, str], requirement: Requirement) -> bool:
-    """An unknown operator counts as met: the budget then protects the pod."""
-    value = labels.get(requirement.key)
-    match requirement.operator:
-        case "In":
-            return value in requirement.values
-        case "NotIn":
-            return value not in requirement.values
-        case "DoesNotExist":
-            return value is None
-        case "Exists":
-            return value is not None
-        case _:
-            return True

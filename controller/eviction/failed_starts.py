@@ -15,7 +15,15 @@ from typing import NamedTuple
 import msgspec
 
 from controller.cluster.claim_index import ClaimIndex
-from controller.eviction.evictor import ADMIN_ACCESS, Evictor, Outcome, Trigger, pod_reference
+from controller.eviction.evictor import (
+    ADMIN_ACCESS,
+    PASS_SECONDS,
+    Evictor,
+    Outcome,
+    RecentEvictions,
+    Trigger,
+    pod_reference,
+)
 from driver.config.shared_flags import SUBDOMAIN
 from driver.errors import NOT_FOUND, ApiError
 from driver.kube.client import KubeClient
@@ -34,9 +42,6 @@ RETRY_SECONDS, PROTECTED_RETRY_SECONDS = 30.0, 300.0
 MOST_PODS = 32
 """Most pods of one claim: each is read before any is evicted."""
 
-PASS_SECONDS = 1.0
-"""Time after which a pass leaves other claims to the next one: decisions wait meanwhile."""
-
 BUDGET_SECONDS, BUDGET_SHARE = 60.0, 0.1
 """Of the pods with claims on a node, at most this share and at least one is evicted within this time."""
 
@@ -51,13 +56,22 @@ class FailedStart(NamedTuple):
     node: str
     unprepared: UnpreparedClaim
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """Node and UID of the claim."""
+        return self.node, self.unprepared.uid
 
-def starts_to_move(plans: Mapping[str, GpuNodePlan]) -> Iterator[FailedStart]:
-    """What nodes report of claims whose pods could start on another GPU or node."""
+
+def reported_starts(plans: Mapping[str, GpuNodePlan]) -> Iterator[FailedStart]:
+    """What nodes report of claims that they can not prepare; of each node no more than it may report."""
     for node, plan in plans.items():
         for unprepared in plan.status.unprepared[:MOST_UNPREPARED]:
-            if unprepared.cause is not FailureCause.OTHER:
-                yield FailedStart(node, unprepared)
+            yield FailedStart(node, unprepared)
+
+
+def starts_to_move(plans: Mapping[str, GpuNodePlan]) -> Iterator[FailedStart]:
+    """Those of ``reported_starts`` whose pods could start on another GPU or node."""
+    return (start for start in reported_starts(plans) if start.unprepared.cause is not FailureCause.OTHER)
 
 
 def is_widespread(nodes: int, of: int) -> bool:
@@ -90,7 +104,7 @@ class FailedStarts:
         self._after_seconds, self._clock = after_seconds, clock
         self._due: dict[tuple[str, str], float] = {}
         self._asked_at: dict[str, float] = {}
-        self._evicted_at: dict[str, list[float]] = {}
+        self._on_node = RecentEvictions(BUDGET_SECONDS, clock)
         self._begun: set[tuple[str, str]] = set()
         """Claims of which pods were evicted: for the others no budget is asked again."""
         self.next_s: float | None = None
@@ -101,10 +115,8 @@ class FailedStarts:
         if not self._after_seconds:
             return
         now = self._clock()
-        reported = {
-            (node, claim.uid) for node, plan in plans.items() for claim in plan.status.unprepared[:MOST_UNPREPARED]
-        }
-        failed = {(start.node, start.unprepared.uid): start for start in starts_to_move(plans)}
+        reported = {start.key for start in reported_starts(plans)}
+        failed = {start.key: start for start in starts_to_move(plans)}
         # Another cause for a moment, such as an API server that does not answer, ends no wait.
         self._due = {
             key: self._due.get(key, now + self._after_seconds) for key in reported if key in failed or key in self._due
@@ -154,7 +166,7 @@ class FailedStarts:
         pods = [pod for pod in self._evictor.consumers(claim) if not pod.metadata.deletion_timestamp]
         if any(pod.status.phase != "Pending" or pod.spec.node_name != start.node for pod in pods):
             return True  # one of them has run, or is not bound yet: the report is out of date
-        if (start.node, unprepared.uid) not in self._begun and not self._has_budget(start.node, len(pods), claims):
+        if start.key not in self._begun and not self._has_budget(start.node, len(pods), claims):
             return True
         is_admin = any(result.admin_access for result in devices)
         protected = ADMIN_ACCESS if is_admin else self._evictor.protection(pods)
@@ -174,16 +186,14 @@ class FailedStarts:
         for pod in evictable:
             if not self._evictor.evict(pod, Trigger.FAILED_START):
                 continue
-            self._begun.add((start.node, claim.metadata.uid))
-            self._evicted_at.setdefault(start.node, []).append(self._clock())
+            self._begun.add(start.key)
+            self._on_node.add(start.node)
             self._tell(claim, [pod], message)
-            extra = {"pod": pod.metadata.key, "node": start.node, "claim": start.unprepared.claim}
+            extra = {"pod": str(pod.metadata.key), "node": start.node, "claim": start.unprepared.claim}
             log.warning("evicted a pod whose claim can't be prepared", extra=extra)
 
     def _has_budget(self, node: str, count: int, claims: ClaimIndex) -> bool:
-        since = self._clock() - BUDGET_SECONDS
-        self._evicted_at = {name: [at for at in times if at > since] for name, times in self._evicted_at.items()}
-        evicted = len(self._evicted_at.get(node, ()))
+        evicted = self._on_node.count(node)
         holders = claims.holders(Pool(node, self._driver).name)
         held = len({held.claim for of_device in holders.values() for held in of_device})
         return not evicted or evicted + count <= BUDGET_SHARE * held

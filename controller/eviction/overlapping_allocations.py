@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from controller.cluster.claim_index import ClaimIndex
 from controller.cluster.fleet import Fleet, FleetGpu
-from controller.eviction.evictor import Evictor, Outcome, Trigger, owner_of, pod_reference
+from controller.eviction.evictor import PASS_SECONDS, Evictor, Outcome, Trigger, owner_of, pod_reference
 from controller.settings import ControllerSettings
-from driver.errors import CONFLICT, NOT_FOUND, ApiError
+from driver.errors import NOT_FOUND, ApiError
 from driver.kube.client import KubeClient
 from driver.kube.reads import read_claim
 from driver.kube.types import Claim, Pod
@@ -30,9 +30,6 @@ REASON = "GpuConflict"
 CONFLICT_SECONDS = 15.0
 """Time that a conflict lasts before anything is done: a claim that is deallocated ends it by itself. The time between
 two attempts, too."""
-
-PASS_SECONDS = 1.0
-"""Time after which a pass leaves other conflicts to the next one: decisions wait meanwhile."""
 
 
 class Conflict(NamedTuple):
@@ -144,26 +141,26 @@ class OverlapEvictor:
             try:
                 self._evict(pod, refused, conflict.node)
             except ApiError as error:
-                failures += [error] if error.status not in (NOT_FOUND, CONFLICT) else []
+                failures.append(error)
             if self._clock() > until:
                 break
         return failures
 
     def _evict(self, pod: Pod, refused: RefusedClaim, node: str) -> None:
         """Evict the pod if it is stuck and will be replaced, and say so in an Event. Raises ApiError."""
-        claim, owner = refused.claim.metadata.key, owner_of(pod)
-        waits_there = pod.status.phase == "Pending" and pod.spec.node_name and not pod.metadata.deletion_timestamp
-        if not waits_there or claim not in pod.claims:
+        owner = owner_of(pod)
+        if pod.status.phase != "Pending" or not pod.spec.node_name or pod.metadata.deletion_timestamp:
             return
         limit = self._evictor.owner_limit(owner) if owner is not None else None
         if owner is None or limit is not None:
             self._evictor.count(Trigger.OVERLAP, Outcome.PROTECTED)
         else:
-            self._evictor.evict(pod, Trigger.OVERLAP)
+            if not self._evictor.evict(pod, Trigger.OVERLAP):
+                return
             log.warning(
                 "evicted a pod whose claim was allocated a device that overlaps one of another claim",
                 extra={
-                    "pod": f"{pod.metadata.namespace}/{pod.metadata.name}",
+                    "pod": str(pod.metadata.key),
                     "node": node,
                     "claim": refused.device.claim,
                     "device": refused.device.device,

@@ -10,11 +10,10 @@ import msgspec
 import pytest
 
 from controller.cluster.claim_index import ClaimIndex
-from controller.eviction.evictor import MOST_OF_OWNER, Evictor
+from controller.eviction.evictor import MOST_OF_OWNER, PASS_SECONDS, Evictor
 from controller.eviction.failed_starts import (
     BUDGET_SECONDS,
     MOST_PODS,
-    PASS_SECONDS,
     PROTECTED_RETRY_SECONDS,
     RETRY_SECONDS,
     FailedStarts,

@@ -12,8 +12,8 @@ import pytest
 from controller.cluster.claim_index import ClaimIndex
 from controller.cluster.fleet import Fleet
 from controller.eviction import overlapping_allocations
-from controller.eviction.evictor import MOST_OF_OWNER, OWNER_SECONDS, Evictor
-from controller.eviction.overlapping_allocations import CONFLICT_SECONDS, PASS_SECONDS, OverlapEvictor, conflicts_on
+from controller.eviction.evictor import MOST_OF_OWNER, OWNER_SECONDS, PASS_SECONDS, Evictor
+from controller.eviction.overlapping_allocations import CONFLICT_SECONDS, OverlapEvictor, conflicts_on
 from controller.settings import ControllerSettings
 from driver.kube.events import Recorder
 from driver.kube.types import Claim
@@ -242,7 +242,9 @@ CLAIMS = "/apis/resource.k8s.io/v1/namespaces/team/resourceclaims"
         pytest.param(lambda site: site.api.protected.update({"second-0-pod": 409}), id="another pod of its name"),
     ],
 )
-def test_nothing_is_done_if_the_api_server_knows_better(site: Site, change: Any) -> None:
+def test_nothing_is_done_if_the_api_server_knows_better(
+    site: Site, change: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     site.conflict()
     site.decide()
     index = ClaimIndex(DRIVER, [msgspec.convert(each, Claim) for each in site.api.folder(CLAIMS).values()])
@@ -252,6 +254,7 @@ def test_nothing_is_done_if_the_api_server_knows_better(site: Site, change: Any)
     assert site.api.count("get")
     assert not site.api.evicted
     assert not site.events()
+    assert "evicted a pod" not in caplog.text
 
 
 def test_a_refused_eviction_is_tried_again_and_keeps_no_other_pod_waiting(site: Site) -> None:
