@@ -109,6 +109,18 @@ def test_a_state_directory_that_is_full_is_also_why_an_allocated_claim_waits(
     wait_for(lambda: "no claim can be" not in told(cluster).get("directories", ""), SEEN_S, "it is writable again")
 
 
+def wait_told(cluster: Cluster, pattern: str) -> None:
+    """Wait until ``why`` says of the pod ``next`` what the pattern matches."""
+
+    def is_told() -> bool:
+        told = run_command(cluster, "tessera why pod/next", "tessera")
+        if not re.search(pattern, told):
+            raise ApiError(told)
+        return True
+
+    wait_for(is_told, SEEN_S, "it is told")
+
+
 def test_a_claim_that_waits_for_what_a_pod_deleted_by_force_still_uses_is_told_so(
     cluster: Cluster, plugin: PluginProcess
 ) -> None:
@@ -123,14 +135,7 @@ def test_a_claim_that_waits_for_what_a_pod_deleted_by_force_still_uses_is_told_s
             cluster.api.request("DELETE", path, {"gracePeriodSeconds": 0})
         wait_for(lambda: is_gone(cluster, f"{CLAIMS}/forced"), SEEN_S, "the API server has forgotten the claim")
         workloads.pod("next", workloads.claim("next", request("gpu-training")))
-
-        def is_told() -> bool:
-            told = run_command(cluster, "tessera why pod/next", "tessera")
-            if not re.search(r"claim default/forced \(.*\) still (has|holds)", told):
-                raise ApiError(told)
-            return True
-
-        wait_for(is_told, SEEN_S, "it is told")
+        wait_told(cluster, r"claim default/forced \(.*\) still (has|holds)")
     workloads.running("next")
     workloads.delete_all()
     workloads.wait_until_gone()
@@ -139,7 +144,7 @@ def test_a_claim_that_waits_for_what_a_pod_deleted_by_force_still_uses_is_told_s
 def test_after_a_deletion_by_force_while_the_kubelet_was_down_the_next_pod_is_told_what_still_holds_its_gpu(
     cluster: Cluster, plugin: PluginProcess
 ) -> None:
-    workloads, pattern = Workloads(cluster), r"claim default/forced \(.*\) still has gpu-0 on this node"
+    workloads = Workloads(cluster)
     workloads.pod("forced", workloads.claim("forced", request("gpu-training")))
     workloads.running("forced")
     wait_for(lambda: plugin.devices()["gpu-0"].get("taints"), SEEN_S, "its device is offered to nobody else")
@@ -149,14 +154,7 @@ def test_after_a_deletion_by_force_while_the_kubelet_was_down_the_next_pod_is_to
             cluster.api.request("DELETE", path, {"gracePeriodSeconds": 0})
         wait_for(lambda: is_gone(cluster, f"{CLAIMS}/forced"), SEEN_S, "the API server has forgotten the claim")
         workloads.pod("next", workloads.claim("next", request("gpu-training")))
-
-        def is_told() -> bool:
-            told = run_command(cluster, "tessera why pod/next", "tessera")
-            if not re.search(pattern, told):
-                raise ApiError(told)
-            return True
-
-        wait_for(is_told, SEEN_S, "it is told before the node counts as not ready")
+        wait_told(cluster, r"claim default/forced \(.*\) still has gpu-0 on this node")  # before the node is not ready
     finally:
         cluster.nodes[0].start_kubelet()
     workloads.running("next")

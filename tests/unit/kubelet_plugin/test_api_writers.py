@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,13 +18,6 @@ from tests.support.faulty_api import FaultyApi, PluginOnApi
 from tests.support.node import start_node
 
 SMALL = "gpu-0-mig-1g10gb-0"
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    """Short: below it are unix sockets."""
-    with tempfile.TemporaryDirectory(prefix="t") as folder:
-        yield Path(folder)
 
 
 @pytest.mark.long

@@ -22,9 +22,10 @@ from driver.kube.events import Recorder
 from driver.kube.types import Claim, GpuNodePlan, PlanMetadata
 from driver.model.plan import FailureCause, PlanSpec, PlanStatus, UnpreparedClaim
 from tests.support.clock import FakeClock
+from tests.support.evictions import ClusterApi, allocated, ready
 from tests.support.queues import DRIVER
-from tests.support.running import eventually, in_thread
-from tests.unit.controller.eviction.test_overlapping_allocations import ClusterApi, allocated, ready
+from tests.support.recording import recording
+from tests.support.running import eventually
 
 AFTER_SECONDS = 120.0
 CLAIMS = "/apis/resource.k8s.io/v1/namespaces/team/resourceclaims"
@@ -108,11 +109,8 @@ class Site:
 
 @pytest.fixture
 def site() -> Iterator[Site]:
-    with ClusterApi() as api:
-        clock = FakeClock()
-        recorder = Recorder(api.server.client(), "tessera-controller", "controller-0", clock)
-        with in_thread(recorder.run, recorder.wake):
-            yield Site(api, clock, recorder)
+    with ClusterApi() as api, recording(api) as (clock, recorder):
+        yield Site(api, clock, recorder)
 
 
 def test_a_pod_is_evicted_when_its_claim_could_not_be_prepared_for_two_minutes(site: Site) -> None:

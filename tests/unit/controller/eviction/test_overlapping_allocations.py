@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,15 +17,15 @@ from controller.settings import ControllerSettings
 from driver.kube.events import Recorder
 from driver.kube.types import Claim
 from driver.model.plan import Held
-from tests.support.api_server import Exchange, Object, ObjectApi, Route
+from tests.support.api_server import Exchange
 from tests.support.clock import FakeClock
+from tests.support.evictions import NODE, ClusterApi, allocated, ready
 from tests.support.gpus import H100
 from tests.support.queues import DRIVER, fleet_gpu
-from tests.support.running import eventually, in_thread
+from tests.support.recording import recording
+from tests.support.running import eventually
 from tests.unit.controller.test_controller import led
 
-NODE = "node-a"
-POOL = f"{NODE}-{DRIVER}"
 SMALL = "gpu-0-mig-1g10gb-0"
 JOB = {"apiVersion": "batch/v1", "kind": "Job", "name": "job", "uid": "job-uid", "controller": True}
 
@@ -53,48 +52,6 @@ def test_claims_conflict_whose_devices_share_memory(held: str, claims: dict[str,
     assert {"".join(sorted(device.claim for device in conflict.devices)) for conflict in conflicts} == set(
         found.split()
     )
-
-
-class ClusterApi(ObjectApi):
-    """An API server that evicts pods: they are being deleted then."""
-
-    def __init__(self) -> None:
-        self.evicted: list[str] = []
-        self.protected: dict[str, int] = {}
-        """By name of the pod, the status with which evictions are refused."""
-        super().__init__()
-
-    def store(self, path: str, **fields: Any) -> Object:
-        """As everywhere, but with the UID of ``fields``, if they have one."""
-        item = super().store(path, **fields)
-        item["metadata"] |= {key: uid for key, uid in fields.get("metadata", {}).items() if key == "uid"}
-        return item
-
-    def _write(self, exchange: Exchange) -> None:
-        route = Route.of(exchange.route)
-        if route.part != "eviction":
-            return super()._write(exchange)
-        pod, body = self.folder(f"/api/v1/namespaces/{route.namespace}/pods")[route.name], json.loads(exchange.body)
-        assert (body["apiVersion"], body["kind"]) == ("policy/v1", "Eviction")
-        assert body["deleteOptions"]["preconditions"] == {"uid": pod["metadata"]["uid"]}
-        if route.name in self.protected:
-            return exchange.refuse(self.protected[route.name], "refused for now")
-        if body["deleteOptions"].get("dryRun") == ["All"]:
-            return exchange.send_json({"kind": "Status", "status": "Success"}, 201)
-        self.evicted.append(route.name)
-        pod["metadata"]["deletionTimestamp"] = "2026-11-21T00:00:00Z"
-        return exchange.send_json({"kind": "Status", "status": "Success"}, 201)
-
-
-def allocated(*devices: str, driver: str = DRIVER, **more: Any) -> Object:
-    results = [{"request": "gpu", "driver": driver, "pool": POOL, "device": device, **more} for device in devices]
-    return {"devices": {"results": results}}
-
-
-def ready(device: str, status: str = "True", **other: str) -> list[Object]:
-    """What the node plugin reports of a prepared claim."""
-    condition = {"type": "Ready", "status": status, "reason": "Prepared", "message": ""}
-    return [{"driver": DRIVER, "pool": POOL, "device": device, **other, "conditions": [condition]}]
 
 
 class Site:
@@ -154,11 +111,8 @@ class Site:
 
 @pytest.fixture
 def site() -> Iterator[Site]:
-    with ClusterApi() as api:
-        clock = FakeClock()
-        recorder = Recorder(api.server.client(), "tessera-controller", "controller-0", clock)
-        with in_thread(recorder.run, recorder.wake):
-            yield Site(api, clock, recorder)
+    with ClusterApi() as api, recording(api) as (clock, recorder):
+        yield Site(api, clock, recorder)
 
 
 def test_the_pod_of_the_claim_that_is_not_prepared_is_evicted_after_a_while(site: Site) -> None:

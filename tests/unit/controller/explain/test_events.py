@@ -17,7 +17,8 @@ from tests.support.api_server import Object, ObjectApi
 from tests.support.clock import FakeClock
 from tests.support.queues import FULL, Situation, node_of, request
 from tests.support.reasons import reasons_of, reasons_of_unplaced
-from tests.support.running import eventually, in_thread
+from tests.support.recording import recording
+from tests.support.running import eventually
 
 
 class Told:
@@ -62,11 +63,8 @@ class Told:
 
 @pytest.fixture
 def told() -> Iterator[Told]:
-    with ObjectApi() as api:
-        clock = FakeClock()
-        recorder = Recorder(api.server.client(), "tessera-controller", "controller-0", clock)
-        with in_thread(recorder.run, recorder.wake):
-            yield Told(api, clock, recorder)
+    with ObjectApi() as api, recording(api) as (clock, recorder):
+        yield Told(api, clock, recorder)
 
 
 def test_a_node_is_told_of_its_wrong_labels_all_in_one_event(told: Told) -> None:

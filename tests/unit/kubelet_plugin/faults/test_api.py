@@ -7,8 +7,6 @@ first request of every kind fail at once; the slow tests each kind alone, and th
 from __future__ import annotations
 
 import logging
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,13 +51,6 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "SCAN_INTERVAL_SECONDS", 0.3)
     monkeypatch.setattr(scan, "EVENT_TIMEOUT_SECONDS", 0.3)
     monkeypatch.setattr(scan, "MIN_SCAN_INTERVAL_SECONDS", 0.1)
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    """Short: below it are unix sockets."""
-    with tempfile.TemporaryDirectory(prefix="t") as folder:
-        yield Path(folder)
 
 
 def live(root: Path, trouble: ApiTrouble | None) -> FaultyApi:

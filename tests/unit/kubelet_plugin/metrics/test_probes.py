@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import shutil
 import socket
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
@@ -133,13 +132,6 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware_host, "GPU_ANSWER_TIMEOUT_SECONDS", 1.0)
     monkeypatch.setattr(probes, "SCAN_TIMEOUT_SECONDS", 3.0)
     monkeypatch.setattr(probes, "DIRECTORY_PROBE_INTERVAL_SECONDS", 0.2)
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    """Short: below it are unix sockets."""
-    with tempfile.TemporaryDirectory(prefix="t") as folder:
-        yield Path(folder)
 
 
 @pytest.fixture

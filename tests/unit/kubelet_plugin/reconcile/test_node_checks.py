@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,6 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "SCAN_INTERVAL_SECONDS", 0.2)
     monkeypatch.setattr(scan, "MIN_SCAN_INTERVAL_SECONDS", 0.1)
     monkeypatch.setattr(scan, "EVENT_TIMEOUT_SECONDS", 0.3)
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    """Short: below it are unix sockets."""
-    with tempfile.TemporaryDirectory(prefix="t") as folder:
-        yield Path(folder)
 
 
 class Node:
