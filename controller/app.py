@@ -116,7 +116,7 @@ def run(
     """
     from controller.controller import Controller
     from driver.kube.client import KubeClient, load_configuration
-    from driver.kube.controller_heartbeat import Heartbeat
+    from driver.kube.controller_heartbeat import EVICT_AFTER, Heartbeat
     from driver.kube.lease import LeaderElector
     from driver.step_observer import unobserved
 
@@ -125,7 +125,8 @@ def run(
     pages, observe, metrics = _measured(settings.metrics_address, health.unreadable)
     access = load_configuration(settings.kubeconfig, in_own_process=True)
     client = KubeClient(access, USER_AGENT, health.reach.observer(observe))
-    heartbeat = Heartbeat(client, settings.namespace, settings.identity)
+    published = {EVICT_AFTER: str(settings.evict_failed_starts_s)}
+    heartbeat = Heartbeat(client, settings.namespace, settings.identity, published)
     steps = health.observer(observer or unobserved)
 
     def lead(lost: threading.Event) -> None:

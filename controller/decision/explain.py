@@ -59,7 +59,7 @@ class ExplainStage:
         """The number of decisions that have been explained."""
         self._workload_reasons = WorkloadReasons()
         self.finder = ReasonFinder(settings.unused_s, client.clock, EXPLAIN_SECONDS)
-        self._lookups = ClusterReads(client, settings.namespace)
+        self._lookups = ClusterReads(client, settings)
 
     def explain(self, seen: DecisionInput, offers: ChosenOffers) -> ClusterView:
         """Report what this decision found. Returns what it was made from, with the reasons."""
@@ -89,16 +89,20 @@ class ExplainStage:
             self._metrics.decision_made(seen.queue, seen.fleet, offers.wanted, codes, seen.snapshot)
         if seen.queued is not None:
             self._events.workloads(self._workload_reasons.of(seen.queued, seen.unreported))
-        return decided_view(seen.snapshot, copy.copy(seen.devices), seen.queue, reasons)
+        return decided_view(seen.snapshot, copy.copy(seen.devices), seen.queue, reasons, self._lookups)
 
 
 def decided_view(
-    snapshot: Snapshot, devices: DeviceIndex, queue: Queue, reasons: Mapping[str, ClaimReason]
+    snapshot: Snapshot,
+    devices: DeviceIndex,
+    queue: Queue,
+    reasons: Mapping[str, ClaimReason],
+    reads: ClusterReads,
 ) -> ClusterView:
     """The view of a decision, for another thread, whose results the next decision does not remember."""
     present = queue.feasibility
     apart = queue.with_feasibility(Feasibility(present.fleet, present.matching, is_hypothetical=True))
-    return ClusterView(snapshot, present.fleet, devices, apart, decided=reasons)
+    return ClusterView(snapshot, present.fleet, devices, apart, decided=reasons, reads=reads)
 
 
 class WorkloadReasons:

@@ -228,14 +228,16 @@ class Explainer:
         message = f"it is allocated: {devices}{more}"
         if (release := self._view.failed_releases.get(key)) is not None:
             return Explanation(str(key), starting, NOT_RELEASED, f"{message}; {release}; {STAYS}")
-        start = self._view.failed_starts.get(key)
+        start, reads = self._view.failed_starts.get(key), self._view.reads
         if start is None:
             return Explanation(str(key), starting, ALLOCATED, message)
-        outcome = self._view.reads.eviction_outcome(start) if in_detail and self._view.reads is not None else None
+        outcome = reads.eviction_outcome(start) if in_detail and reads is not None else None
         if outcome is not None:
             message = f"{message}; since {start.unprepared.since}: {outcome}"
         else:
-            message = f"{message}; {sentence(start)}; {next_step(start, claim, starting, self._view.snapshot)}"
+            evictions = (None, None) if reads is None else (reads.evicts_after, reads.controller_silent())
+            then = next_step(start, claim, starting, self._view.snapshot, *evictions)
+            message = f"{message}; {sentence(start)}; {then}"
         return Explanation(str(key), starting, NOT_PREPARED, message, start=start)
 
 

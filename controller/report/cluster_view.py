@@ -33,6 +33,7 @@ from controller.explain.situation import DisjointPlan, Lookups, Situation
 from controller.explain.sources.lacking_devices import Reasoning
 from controller.fence.configmap import read_fenced
 from controller.report.unprepared_claims import FailedRelease, failed_releases, failed_starts
+from controller.settings import ControllerSettings
 from driver.clock import Clock
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError
 from driver.kube.client import KubeClient
@@ -141,19 +142,26 @@ def unreported_nodes(snapshot: Snapshot, clock: Clock) -> UnreportedNodes:
 class ClusterReads(Lookups):
     """Reads of single objects that no snapshot has. None: this account may not read them."""
 
-    def __init__(self, client: KubeClient, namespace: str | None) -> None:
-        """``namespace``: that of this controller, a standby of the leader; None: found by the heartbeat."""
-        self._client, self._namespace = client, namespace
+    def __init__(self, client: KubeClient, settings: ControllerSettings | None) -> None:
+        """``settings``: those of this controller, the leader or a standby; None: found by the heartbeat."""
+        self._client, self._settings = client, settings
         self.clock: Clock = client.clock
 
     @cached_property
     def _heartbeat(self) -> LastHeartbeat | None:
-        return last_heartbeat(self._client) if self._namespace is None else None
+        return last_heartbeat(self._client) if self._settings is None else None
+
+    @cached_property
+    def evicts_after(self) -> float | None:
+        """Seconds until the pods of a claim that can not be prepared are evicted; 0: never; None: unknown."""
+        if self._settings is not None:
+            return self._settings.evict_failed_starts_s
+        return self._heartbeat.evict_after if self._heartbeat is not None else None
 
     def fenced(self) -> frozenset[PoolDevice] | None:
         """The fenced devices; None: not known."""
-        namespace = self._heartbeat.namespace if self._heartbeat is not None else self._namespace
-        return None if namespace is None else read_fenced(self._client, namespace)
+        source = self._settings or self._heartbeat
+        return None if source is None else read_fenced(self._client, source.namespace)
 
     def controller_silent(self) -> float | None:
         """Seconds since the last heartbeat of a controller that is silent; None: it is not, or unknown.
@@ -205,9 +213,11 @@ class ClusterReads(Lookups):
 class ViewMaker:
     """Makes views of a cache; what did not change between two views is neither compiled nor built again."""
 
-    def __init__(self, client: KubeClient, driver: str, wake: Callable[[], None], namespace: str | None = None) -> None:
-        """Reads the cluster; raises as ``read_cluster``. ``namespace``: as for ClusterReads."""
-        self._client, self._namespace = client, namespace
+    def __init__(
+        self, client: KubeClient, driver: str, wake: Callable[[], None], settings: ControllerSettings | None = None
+    ) -> None:
+        """Reads the cluster; raises as ``read_cluster``. ``settings``: as for ClusterReads."""
+        self._client, self._settings = client, settings
         self._builder, self._devices, self._matching = FleetBuilder(), DeviceIndex(), Matching(driver)
         self.cache = ClusterCache(client, driver, wake)
         try:
@@ -228,7 +238,7 @@ class ViewMaker:
         fleet = self._builder.build(snapshot.views, snapshot.changed)
         self._devices.update(snapshot.views, snapshot.changed, fleet)
         queue = Queue(snapshot.cluster, fleet, self._matching)
-        reads = ClusterReads(self._client, self._namespace)
+        reads = ClusterReads(self._client, self._settings)
         return ClusterView(snapshot, fleet, self._devices, queue, self.cache.stale(), reads=reads)
 
 
@@ -238,15 +248,15 @@ def read_cluster(client: KubeClient, driver: str) -> ClusterView:
 
 
 def watch_cluster(
-    client: KubeClient, driver: str, interval_seconds: float = 1.0, namespace: str | None = None
+    client: KubeClient, driver: str, interval_seconds: float = 1.0, settings: ControllerSettings | None = None
 ) -> Generator[ClusterView]:
     """The cluster, and then after changes, at most once in ``interval_seconds``, until the iterator is closed.
 
     A view is valid until the next one. ``stale`` changes without a change of the cluster. Raises as ``read_cluster``
-    before the first view. ``namespace``: as for ClusterReads.
+    before the first view. ``settings``: as for ClusterReads.
     """
     changed, stop = threading.Event(), threading.Event()
-    maker = ViewMaker(client, driver, changed.set, namespace)
+    maker = ViewMaker(client, driver, changed.set, settings)
     maker.cache.start(stop)
     try:
         while True:

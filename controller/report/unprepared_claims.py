@@ -64,10 +64,24 @@ def sentence(start: FailedStart) -> str:
     return f"node {start.node} can't prepare it since {unprepared.since}{cause}: {unprepared.message}"
 
 
-def next_step(start: FailedStart, claim: Claim, pods: Collection[Pod], snapshot: Snapshot) -> str:
-    """What happens to the ``pods`` of ``claim``, by what is known without the controller's Event."""
+def next_step(
+    start: FailedStart,
+    claim: Claim,
+    pods: Collection[Pod],
+    snapshot: Snapshot,
+    evicts_after: float | None,
+    controller_silent: float | None,
+) -> str:
+    """What happens to the ``pods`` of ``claim``, by what is known without the controller's Event.
+
+    ``evicts_after`` and ``controller_silent``: as ClusterReads has them.
+    """
     if start.unprepared.cause is FailureCause.OTHER:
         return "the kubelet tries it again; no pod is evicted for such a cause"
+    if evicts_after == 0:
+        return "the kubelet tries it again; no pod is evicted for it: controller.evictFailedStartsAfter is 0"
+    if controller_silent is not None:
+        return f"no pod is evicted while the controller sends no heartbeat, as for {controller_silent:.0f} s now"
     has_admin_access = any(result.admin_access for result in claim.results)
     protected = [ADMIN_ACCESS] if has_admin_access else [*filter(None, map(own_protection, pods))]
     if protected:
@@ -75,7 +89,10 @@ def next_step(start: FailedStart, claim: Claim, pods: Collection[Pod], snapshot:
     nodes = {moved.node for moved in starts_to_move(snapshot.plans)}
     if is_widespread(len(nodes), len(snapshot.plans)):
         return f"no pod is evicted for it, since {len(nodes)} of {len(snapshot.plans)} nodes can't prepare claims"
+    after = "controller.evictFailedStartsAfter seconds (unknown here; 0: never)"
+    if evicts_after is not None:
+        after = f"{evicts_after:g} s (controller.evictFailedStartsAfter)"
     return (
-        "its pod is evicted after two minutes (controller.evictFailedStartsAfter), so that its controller replaces it "
-        "by one elsewhere, unless its Job or a PodDisruptionBudget forbids it"
+        f"its pod is evicted after {after}, so that its controller replaces it by one elsewhere, unless its Job or a "
+        "PodDisruptionBudget forbids it"
     )

@@ -14,6 +14,7 @@ from functools import cached_property, partial
 
 from controller.controller import Controller
 from controller.report.cluster_view import ClusterView, watch_cluster
+from controller.settings import ControllerSettings
 from controller.web.content import PageContent, content_of
 from driver.errors import RecoverableError, TesseraError
 from driver.kube.client import KubeClient
@@ -42,14 +43,14 @@ Views = Callable[[], Generator[ClusterView]]
 Leader = Callable[[], Controller | None]
 
 
-def cluster_views(client: KubeClient, driver: str, namespace: str, leader: Leader) -> Generator[ClusterView]:
+def cluster_views(client: KubeClient, settings: ControllerSettings, leader: Leader) -> Generator[ClusterView]:
     """The cluster as ``watch_cluster`` has it, but from the caches of the leader if this process leads."""
     while True:
         work = leader()
         if work is not None:
             yield from _decided_views(work, leader)
             continue
-        with closing(watch_cluster(client, driver, namespace=namespace)) as views:
+        with closing(watch_cluster(client, settings.driver_name, settings=settings)) as views:
             for view in views:
                 yield view
                 if leader() is not None:

@@ -93,7 +93,7 @@ def serve_page(
     """
     listening = stack.enter_context(_listen(address))
     tokens = TokenAccess(client) if not is_loopback(address) else None
-    page = WebPage(client, settings.driver_name, settings.namespace, leader, tokens)
+    page = WebPage(client, settings, leader, tokens)
     renewal = _TlsFiles(settings.web_tls_cert, settings.web_tls_key)
     config = uvicorn.Config(
         page.application(),
@@ -153,11 +153,11 @@ class WebPage:
     """The page and its data. ``tokens`` checks who may see it; None: whoever reaches the loopback address may."""
 
     def __init__(
-        self, client: KubeClient, driver: str, namespace: str, leader: Leader, tokens: TokenAccess | None
+        self, client: KubeClient, settings: ControllerSettings, leader: Leader, tokens: TokenAccess | None
     ) -> None:
         self.tokens = tokens
-        self.feed = Feed(partial(cluster_views, client, driver, namespace, leader))
-        self._client, self._driver = client, driver
+        self.feed = Feed(partial(cluster_views, client, settings, leader))
+        self._client, self._driver = client, settings.driver_name
         self._threads = ThreadPoolExecutor(REVIEWS_AT_ONCE, thread_name_prefix="web-request")
 
     def application(self) -> Starlette:

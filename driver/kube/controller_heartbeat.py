@@ -30,6 +30,9 @@ HEARTBEAT = "tessera-controller-heartbeat"
 LEAVING = "gpu.tessera.dev/uninstalling"
 """Annotation of the Lease, which every node watches: Tessera is being uninstalled, and nodes must offer nothing."""
 
+EVICT_AFTER = "gpu.tessera.dev/evict-failed-starts-after"
+"""Annotation of the Lease, for commands: the leader's ``controller.evictFailedStartsAfter``, in seconds."""
+
 RENEW_INTERVAL_SECONDS = 10.0
 """Each renewal is an event at every node, so as seldom as three of them fit into SILENCE_TIMEOUT_SECONDS."""
 
@@ -46,10 +49,20 @@ NEVER_RENEWED = datetime.min.replace(tzinfo=UTC)
 
 
 class Heartbeat:
-    """Renews the Lease HEARTBEAT of ``namespace``; two leaders for a moment don't disturb one another."""
+    """Renews the Lease HEARTBEAT of ``namespace``; two leaders for a moment don't disturb one another.
 
-    def __init__(self, client: KubeClient, namespace: str, identity: str, clock: Clock | None = None) -> None:
-        self._client = client
+    ``annotations`` are what the leader publishes of its settings.
+    """
+
+    def __init__(
+        self,
+        client: KubeClient,
+        namespace: str,
+        identity: str,
+        annotations: Mapping[str, str] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._client, self._annotations = client, annotations or {}
         self._namespace, self._identity = namespace, identity
         self._clock = clock or Clock()
 
@@ -77,6 +90,7 @@ class Heartbeat:
         """One renewal, without a precondition. Raises ApiError."""
         spec = LeaseSpec(self._identity, int(SILENCE_TIMEOUT_SECONDS), renew_time=micro_time(self._clock.now()))
         body = lease_object(self._namespace, HEARTBEAT, spec)
+        body["metadata"]["annotations"] = dict(self._annotations)
         self._client.create_or_patch(f"{leases(self._namespace)}/{HEARTBEAT}", body)
 
 
@@ -132,10 +146,15 @@ def _is_renewal(change: Change[Lease]) -> bool:
 
 @dataclass(frozen=True)
 class LastHeartbeat:
-    """The heartbeat Lease as a command finds it. ``age``: seconds since its renewal; None: there was none."""
+    """The heartbeat Lease as a command finds it.
+
+    age          seconds since its renewal; None: there was none
+    evict_after  the leader's ``controller.evictFailedStartsAfter``; None: it does not say
+    """
 
     namespace: str
     age: float | None
+    evict_after: float | None = None
 
     @property
     def silent_seconds(self) -> float | None:
@@ -170,4 +189,7 @@ def last_heartbeat(client: KubeClient) -> LastHeartbeat | None:
         return None
     renewed = renewed_at(newest)
     age = None if renewed is None else (client.clock.now() - renewed).total_seconds()
-    return LastHeartbeat(str(newest["metadata"]["namespace"]), age)
+    metadata, evict_after = newest["metadata"], None
+    with suppress(ValueError):
+        evict_after = float((metadata.get("annotations") or {}).get(EVICT_AFTER, ""))
+    return LastHeartbeat(str(metadata["namespace"]), age, evict_after)

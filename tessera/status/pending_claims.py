@@ -106,7 +106,8 @@ def starts(snapshot: StatusSnapshot) -> CheckOutput:
     plans = snapshot.plans or {}
     nodes = {start.node for start in starts_to_move(plans)}
     if is_widespread(len(nodes), len(plans)):
-        message = f"can't prepare claims ({listed(sorted(nodes))}): no pod is evicted, as the cause may be everywhere"
+        common = "the cause may be everywhere, and no pod is evicted for it"
+        message = f"can't prepare claims ({listed(sorted(nodes))}): {common}"
         remedy = "compare what they answer: tessera why -A; if node plugins were upgraded, roll back (docs/failures.md)"
         yield Problem(f"{len(nodes)} of {len(plans)} nodes", message, remedy)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from controller.eviction.failed_starts import FailedStart
 from controller.report.claim_explainer import Explainer, Explanation
+from controller.report.cluster_view import ClusterReads
 from driver.kube.types import Pod
 from driver.model.plan import FaultKind
 from tests.support.map_cluster import MapCluster
@@ -157,14 +160,14 @@ def unprepared(cause: str = "GPU", owner: str | None = "ReplicaSet", nodes: int 
     return found
 
 
-EVICTED = "its pod is evicted after two minutes"
+UNKNOWN = "is evicted after controller.evictFailedStartsAfter seconds (unknown here; 0: never)"
 
 
 @pytest.mark.parametrize(
     ("cluster", "cause", "then"),
     [
-        (unprepared(), ", because of its GPU", EVICTED),
-        (unprepared("Node"), ", because of the node itself", EVICTED),
+        (unprepared(), ", because of its GPU", UNKNOWN),
+        (unprepared("Node"), ", because of the node itself", UNKNOWN),
         (unprepared("Other"), "", "the kubelet tries it again; no pod is evicted"),
         (unprepared(owner=None), ", because of its GPU", "its pod is not evicted: it has no controller"),
         (unprepared(owner="DaemonSet"), ", because of its GPU", "its pod is not evicted: a pod of a DaemonSet"),
@@ -176,9 +179,42 @@ def test_a_placed_pod_is_told_that_its_node_can_not_prepare_its_claim_and_what_h
 ) -> None:
     [of_pod] = explained(cluster, "pod-0")
     assert (of_pod.claim, of_pod.code, of_pod.is_pending) == ("team/n0", "NotPrepared", True)
-    said = f"; node n0 can't prepare it since 2026-11-26T00:00:00Z{cause}: NVML: 999; {then}"
+    said = f"; node n0 can't prepare it since 2026-11-26T00:00:00Z{cause}: NVML: 999; "
     assert said in of_pod.message
+    assert then in of_pod.message
     assert of_pod in Explainer(cluster.view()).unprepared()
+
+
+class ControllerReads(ClusterReads):
+    """What a view reads of the controller."""
+
+    def __init__(self, evicts_after: float | None, silent: float | None) -> None:
+        self.evicts_after, self._silent = evicts_after, silent
+
+    def controller_silent(self) -> float | None:
+        return self._silent
+
+    def eviction_outcome(self, start: FailedStart) -> str | None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("evicts_after", "silent", "then"),
+    [
+        (120.0, None, "its pod is evicted after 120 s (controller.evictFailedStartsAfter), so that its controller"),
+        (5.0, None, "its pod is evicted after 5 s (controller.evictFailedStartsAfter), so that its controller"),
+        (0.0, None, "no pod is evicted for it: controller.evictFailedStartsAfter is 0"),
+        (120.0, 40.0, "no pod is evicted while the controller sends no heartbeat, as for 40 s now"),
+        (None, None, UNKNOWN),
+    ],
+)
+def test_a_pod_is_told_when_it_is_evicted_as_the_controller_is_set(
+    evicts_after: float | None, silent: float | None, then: str
+) -> None:
+    view = replace(unprepared().view(), reads=ControllerReads(evicts_after, silent))
+    [explanation] = Explainer(view).unprepared()
+    assert then in explanation.message
+    assert ("so that its controller replaces it" in explanation.message) is (evicts_after != 0 and silent is None)
 
 
 @pytest.mark.parametrize("wrong", [{"uid": "another"}, {"claim": "team/gone"}, {"claim": "no-namespace"}])

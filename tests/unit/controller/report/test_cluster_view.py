@@ -15,7 +15,9 @@ from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.situation import Situation
 from controller.report.claim_explainer import Explainer
 from controller.report.cluster_view import ClusterReads, ClusterView, unreported_nodes
+from controller.settings import ControllerSettings
 from driver.clock import Clock, seconds_time
+from driver.kube.controller_heartbeat import EVICT_AFTER
 from tests.support.api_server import ObjectApi
 from tests.support.clock import FakeClock
 from tests.support.map_cluster import MapCluster
@@ -132,18 +134,37 @@ def test_a_silent_controller_is_named_where_enough_is_free() -> None:
     assert "the controller, which decides what is offered, has sent no heartbeat for 37 s" in message
 
 
-@pytest.mark.parametrize(("namespace", "heartbeats"), [("tessera", 0), (None, 1)])
-def test_the_fence_is_read_where_the_controller_is(namespace: str | None, heartbeats: int) -> None:
+@pytest.mark.parametrize(("settings", "heartbeats"), [(ControllerSettings(), 0), (None, 1)])
+def test_the_fence_is_read_where_the_controller_is(settings: ControllerSettings | None, heartbeats: int) -> None:
     with ObjectApi() as api:
         api.store(FENCE, data={"n-gpu.tessera.dev": "gpu-0 gpu-1"})
         writer = {"time": seconds_time(datetime.now(UTC)), "fieldsV1": {"f:spec": {"f:renewTime": {}}}}
         metadata = {"name": "tessera-controller-heartbeat", "namespace": "tessera", "managedFields": [writer]}
         api.store(HEARTBEAT, spec={}, metadata=metadata)
-        reads = ClusterReads(api.server.client(), namespace)
+        reads = ClusterReads(api.server.client(), settings)
         pool = "n-gpu.tessera.dev"
         assert reads.fenced() == frozenset({PoolDevice(pool, "gpu-0"), PoolDevice(pool, "gpu-1")})
         assert reads.controller_silent() is None
         assert api.count("list", "/apis/coordination.k8s.io/v1/leases") == heartbeats
+
+
+@pytest.mark.parametrize(
+    ("settings", "annotation", "evicts_after"),
+    [
+        (None, "5.0", 5.0),
+        (None, "0.0", 0.0),
+        (None, None, None),
+        (None, "soon", None),
+        (ControllerSettings(evict_failed_starts_s=7), "5.0", 7.0),
+    ],
+)
+def test_when_pods_are_evicted_is_what_the_controller_publishes_or_its_own_setting(
+    settings: ControllerSettings | None, annotation: str | None, evicts_after: float | None
+) -> None:
+    with ObjectApi() as api:
+        annotations = {EVICT_AFTER: annotation} if annotation is not None else {}
+        api.store(HEARTBEAT, spec={}, metadata={"namespace": "tessera", "annotations": annotations})
+        assert ClusterReads(api.server.client(), settings).evicts_after == evicts_after
 
 
 def test_the_page_of_the_leader_shows_what_it_decided_and_finds_nothing_anew() -> None:
@@ -151,7 +172,7 @@ def test_the_page_of_the_leader_shows_what_it_decided_and_finds_nothing_anew() -
     view = cluster.view()
     [pending] = view.queue.pending
     reasons = {pending.key: ClaimReason(pending, ReasonCode.HELD, "as decided")}
-    decided = decided_view(view.snapshot, view.devices, view.queue, reasons)
+    decided = decided_view(view.snapshot, view.devices, view.queue, reasons, Reads())
     assert said(decided, "claim") == (ReasonCode.HELD, "as decided")
     assert decided.queue.pending is view.queue.pending
     assert decided.queue.feasibility is not view.queue.feasibility

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from controller.report.cluster_view import ClusterView
-from controller.settings import controller_settings
+from controller.settings import ControllerSettings, controller_settings
 from controller.web import feed, server
 from controller.web.server import CONTENT_POLICY, serve_page
 from driver.errors import EnvironmentFault, FatalError, RecoverableError, UsageError
@@ -401,7 +401,7 @@ def test_the_leader_shows_what_it_decided_from_and_watches_only_when_it_leads_no
     leaders = [Leader()]
     leaders[0].decide(MapCluster().gpu("decided", 0))
     client = api.server.client()
-    views = feed.cluster_views(client, "gpu.tessera.dev", "tessera", lambda: next(iter(leaders), None))  # type: ignore[arg-type,return-value]
+    views = feed.cluster_views(client, ControllerSettings(), lambda: next(iter(leaders), None))  # type: ignore[arg-type,return-value]
     with closing(views):
         assert [view.name for view in next(views).snapshot.views] == ["decided"]
         leaders[0].decide(MapCluster().gpu("decided-again", 0))
@@ -417,7 +417,7 @@ def test_a_leader_that_can_not_decide_says_why(api: ObjectApi, monkeypatch: pyte
     monkeypatch.setattr(feed, "REPEAT_SECONDS", 0.0)
     leader = Leader()
     with pytest.raises(RecoverableError, match="the API server does not answer"):
-        next(feed.cluster_views(api.server.client(), "gpu.tessera.dev", "tessera", lambda: leader))  # type: ignore[arg-type,return-value]
+        next(feed.cluster_views(api.server.client(), ControllerSettings(), lambda: leader))  # type: ignore[arg-type,return-value]
 
 
 def test_a_controller_without_the_page_loads_none_of_its_libraries() -> None:

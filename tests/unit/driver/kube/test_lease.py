@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from driver.errors import ApiError, UsageError
-from driver.kube.controller_heartbeat import FAILURE_INTERVAL_SECONDS, HEARTBEAT, LEAVING, Heartbeat, HeartbeatWatch
+from driver.kube.controller_heartbeat import (
+    EVICT_AFTER,
+    FAILURE_INTERVAL_SECONDS,
+    HEARTBEAT,
+    LEAVING,
+    Heartbeat,
+    HeartbeatWatch,
+)
 from driver.kube.lease import LeaderElector, Timing, leases
 from tests.support.api_server import Answer, Exchange, Object, ObjectApi
 from tests.support.clock import FakeClock
@@ -293,7 +300,7 @@ def watched(api: ObjectApi, clock: FakeClock) -> Iterator[HeartbeatWatch]:
 
 
 def heart(api: ObjectApi, clock: FakeClock, identity: str = "one") -> Heartbeat:
-    return Heartbeat(api.server.client(agent=identity), "tessera", identity, clock=clock)
+    return Heartbeat(api.server.client(agent=identity), "tessera", identity, {EVICT_AFTER: "120.0"}, clock)
 
 
 def test_a_controller_is_alive_while_it_renews_and_for_thirty_seconds_after(api: ObjectApi, clock: FakeClock) -> None:
@@ -372,6 +379,7 @@ def test_the_heart_beats_every_ten_seconds_whatever_the_api_server_says(
             clock.advance(10)
             eventually(lambda beat=beat: api.count("PATCH") > beat and clock.waiters, "the next beat")  # type: ignore[misc]
     assert api.folder(leases("tessera"))[HEARTBEAT]["spec"]["holderIdentity"] == "one"
+    assert api.folder(leases("tessera"))[HEARTBEAT]["metadata"]["annotations"] == {EVICT_AFTER: "120.0"}
 
 
 def test_a_controller_that_decides_nothing_shows_no_sign_of_life(api: ObjectApi, clock: FakeClock) -> None:

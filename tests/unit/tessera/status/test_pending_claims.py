@@ -129,7 +129,7 @@ def test_it_is_a_finding_of_its_own_if_so_many_nodes_fail_that_nobody_is_evicted
     *_, more, stopped = result(failed(*nodes), "starts").findings
     assert (more.about, more.message) == ("2 more", "can't be prepared")
     assert stopped.about == "5 of 10 nodes"
-    assert "no pod is evicted, as the cause may be everywhere" in stopped.message
+    assert "the cause may be everywhere, and no pod is evicted for it" in stopped.message
     assert [finding.about for finding in result(failed("n0"), "starts").findings] == ["claim team/n0"]
     of_claims = result(failed(*nodes, cause=FailureCause.OTHER), "starts").findings
     assert "5 of 10 nodes" not in [finding.about for finding in of_claims]
