@@ -18,7 +18,7 @@ from driver.hardware.gpu_properties import ARCHITECTURES
 from driver.model.gpu import MigMode
 from driver.model.offer import DeviceKind
 from driver.simulator.products import facts
-from driver.slices.attributes import FACTS, NO_PROFILE, STANDARD
+from driver.slices.attributes import COMMON, FACTS, NO_PROFILE, STANDARD
 
 EVERY_FACT = [fact for facts_of_kind in FACTS.values() for fact in facts_of_kind]
 ATTRIBUTES = frozenset(fact.name for fact in EVERY_FACT if "/" not in fact.name)
@@ -29,10 +29,18 @@ TYPE_OF = {fact.name: fact.kind for fact in EVERY_FACT}
 """The type of each attribute, by its published name."""
 
 
-def names_of(kind: DeviceKind) -> frozenset[str]:
-    """The names, without domain, of the attributes and capacities that a device of this kind can have."""
-    names = {fact.name.removeprefix(STANDARD) for fact in FACTS[kind]}
-    return frozenset(names if kind is DeviceKind.SHARE else names | CAPACITIES)
+MONITOR_TYPE = "monitor"
+"""The ``type`` of monitor devices, which only requests with adminAccess can have."""
+
+MONITOR_NAMES = frozenset(fact.name for fact in COMMON) | {"uuid"}
+
+
+def names_of(device_type: str) -> frozenset[str]:
+    """The names, without domain, of the attributes and capacities that a device of this type can have."""
+    is_monitor = device_type == MONITOR_TYPE
+    names = MONITOR_NAMES if is_monitor else {fact.name for fact in FACTS[DeviceKind(device_type)]}
+    capacities = frozenset[str]() if is_monitor or device_type == DeviceKind.SHARE else CAPACITIES
+    return capacities | {name.removeprefix(STANDARD) for name in names}
 
 
 COMPARABLE_LITERALS = {"string": {"string"}, "int": {"int", "uint", "double"}, "bool": {"bool"}, "version": set[str]()}
@@ -61,7 +69,7 @@ def values() -> Mapping[str, Values]:
     products = facts("mig_geometry")["products"]
     profiles = {profile["name"] for product in products for profile in product.get("profiles", [])}
     return {
-        "type": Values(tuple(DeviceKind)),
+        "type": Values((*DeviceKind, MONITOR_TYPE)),
         "migMode": Values(tuple(MigMode)),
         "profile": Values((NO_PROFILE, *sorted(profiles)), growing=True),
         "architecture": Values((*ARCHITECTURES.values(), "Unknown"), growing=True),

@@ -13,7 +13,7 @@ from typing import NoReturn
 from deviceclasses.cel.engine import CelDevice, Program, try_compile
 from deviceclasses.cel.referenced_attributes import comparisons_of
 from deviceclasses.cel.values import EvaluationError, Map, Value
-from deviceclasses.lint.attribute_catalogue import names_of, values
+from deviceclasses.lint.attribute_catalogue import MONITOR_TYPE, names_of, values
 from driver.model.offer import DeviceKind
 from driver.slices.attributes import NO_PROFILE
 
@@ -38,22 +38,28 @@ def may_select(expressions: tuple[str, ...], driver: str) -> frozenset[DeviceKin
         partitions = partitions[:1]
 
     def may_be(kind: DeviceKind, name: str) -> bool:
-        return all(_may_accept(program.expression, driver, kind, name) for program in programs)
+        return all(_may_accept(program.expression, driver, kind.value, name) for program in programs)
 
     profiles = {kind: partitions if kind is DeviceKind.PARTITION else [NO_PROFILE] for kind in DeviceKind}
     return frozenset(kind for kind, names in profiles.items() if any(may_be(kind, name) for name in names))
 
 
+def may_select_monitors(expressions: Iterable[str], driver: str) -> bool:
+    """Whether all expressions may accept a monitor device, which only requests with adminAccess can have."""
+    programs = compiled_programs(expressions)
+    return all(_may_accept(program.expression, driver, MONITOR_TYPE, NO_PROFILE) for program in programs)
+
+
 @cache
-def _may_accept(expression: str, driver: str, kind: DeviceKind, profile: str) -> bool:
+def _may_accept(expression: str, driver: str, device_type: str, profile: str) -> bool:
     """Evaluated once for all claims and classes: a claim has many requests with the same selectors."""
     [program] = compiled_programs([expression])
-    return program.evaluate(_partial_device(driver, kind, profile)) is not False
+    return program.evaluate(_partial_device(driver, device_type, profile)) is not False
 
 
 @cache
-def _partial_device(driver: str, kind: DeviceKind, profile: str) -> CelDevice:
-    return _PartialDevice(driver, {driver: {"type": kind.value, "profile": profile}})
+def _partial_device(driver: str, device_type: str, profile: str) -> CelDevice:
+    return _PartialDevice(driver, {driver: {"type": device_type, "profile": profile}})
 
 
 class _PartialDevice(CelDevice):
@@ -62,7 +68,7 @@ class _PartialDevice(CelDevice):
     @cached_property
     def value(self) -> Map:
         attributes = self.attributes[self.driver]
-        missing = ATTRIBUTES_AND_CAPACITIES - names_of(DeviceKind(attributes["type"]))
+        missing = ATTRIBUTES_AND_CAPACITIES - names_of(str(attributes["type"]))
         return _PartialMap(
             {
                 "driver": self.driver,

@@ -31,7 +31,7 @@ from deviceclasses.lint.attribute_catalogue import (
 )
 from deviceclasses.lint.findings import Issue, Severity, almost, misspelt
 from deviceclasses.lint.lint_context import selectors_of
-from deviceclasses.lint.partial_evaluation import compared_strings, compiled_programs, may_select
+from deviceclasses.lint.partial_evaluation import compared_strings, compiled_programs, may_select, may_select_monitors
 from driver.config.strict_schema import shown
 from driver.config.suggestions import meant
 from driver.errors import CelError
@@ -66,7 +66,7 @@ def empty_class_issues(expressions: tuple[str, ...], path: str, driver: str) -> 
         driver in {domain for _, domain, _ in program.reads} | compared_strings([program])
         for program in compiled_programs(expressions)
     )
-    if ours and not may_select(expressions, driver):
+    if ours and not may_select(expressions, driver) and not may_select_monitors(expressions, driver):
         message = "selects none of Tessera's devices: none has the type and profile that it asks for"
         yield Issue(f"{path}.selectors", "", message, Severity.WARNING)
 

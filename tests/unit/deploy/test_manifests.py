@@ -20,7 +20,7 @@ EXAMPLES = sorted((PROJECT / "deploy" / "examples").glob("*.yaml"))
 DOCS = (PROJECT / "docs" / "workloads.md").read_text()
 
 GUARD = 'device.driver == "gpu.tessera.dev" && device.attributes["gpu.tessera.dev"]'
-PARTITIONS = "gpu-inference"
+PARTITIONS, MONITORS = "gpu-inference", "gpu-monitor"
 ONE_SHARE = "one-share-of-a-gpu.gpu.tessera.dev"
 OF_ANOTHER_DRIVER = {"rdma-nic"}
 QUOTA_KEY = ".deviceclass.resource.k8s.io/devices"
@@ -29,6 +29,7 @@ KINDS = {
     "gpu-training": ("gpu", GpuConfig),
     "gpu-inference": ("mig", MigDeviceConfig),
     "gpu-dev": ("share", ShareConfig),
+    "gpu-monitor": ("monitor", None),
 }
 
 CLASSES = class_texts()
@@ -79,7 +80,7 @@ def test_a_class_is_an_object_of_the_current_api(name: str) -> None:
     content = load(name)
     assert (content["apiVersion"], content["kind"]) == ("resource.k8s.io/v1", "DeviceClass")
     assert content["metadata"] == {"name": name}
-    assert content["spec"].keys() == {"selectors", "config"}
+    assert content["spec"].keys() == {"selectors", "config"} - ({"config"} if name == MONITORS else set())
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -89,7 +90,7 @@ def test_a_class_selects_what_its_name_says_by_one_guarded_expression(name: str)
     assert selector == {"cel": {"expression": f"{GUARD}.{wanted}"}}
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", [name for name in CLASSES if name != MONITORS])
 def test_a_class_carries_parameters_of_its_kind_of_device(name: str) -> None:
     [parameters] = parameters_in(load(name))
     _, kind = KINDS[name if name in KINDS else PARTITIONS]
@@ -131,7 +132,7 @@ def test_the_resource_name_for_unchanged_pods_is_there_and_off() -> None:
     for name, text in CLASSES.items():
         text = text.replace("# extendedResourceName", "extendedResourceName")
         switched_on[name] = yaml.safe_load(text)["spec"].get("extendedResourceName")
-    assert switched_on == {**names, PARTITIONS: None}
+    assert switched_on == {**names, PARTITIONS: None, MONITORS: None}
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=name_of)

@@ -50,8 +50,13 @@ def test_a_conversion_of_a_literal_that_can_be_converted_is_let_through(call: st
 @pytest.mark.parametrize(
     ("expression", "severity", "value", "message"),
     [
-        (f'{TYPE} == "gpuu"', "error", "gpuu", "no device has this type; accepted: gpu, mig, share; did you mean gpu?"),
-        (f'{TYPE} != "partition"', "error", "partition", "no device has this type; accepted: gpu, mig, share"),
+        (
+            f'{TYPE} == "gpuu"',
+            "error",
+            "gpuu",
+            "no device has this type; accepted: gpu, mig, share, monitor; did you mean gpu?",
+        ),
+        (f'{TYPE} != "partition"', "error", "partition", "no device has this type; accepted: gpu, mig, share, monitor"),
         (
             f'{FULL} && {ATTRIBUTES}.migMode == "enable"',
             "error",
@@ -101,7 +106,7 @@ def test_a_conversion_of_a_literal_that_can_be_converted_is_let_through(call: st
             f'cel.bind(t, {TYPE}, t == "migg")',
             "error",
             "migg",
-            "no device has this type; accepted: gpu, mig, share; did you mean mig?",
+            "no device has this type; accepted: gpu, mig, share, monitor; did you mean mig?",
         ),
     ],
 )
