@@ -23,6 +23,7 @@ from controller.decision.write import WriteStage
 from controller.eviction.evictor import Evictor
 from controller.eviction.failed_starts import FailedStarts
 from controller.eviction.overlapping_allocations import OverlapEvictor
+from controller.eviction.recent_evictions import RecentEvictions
 from controller.explain.events import COMPONENT
 from controller.fence.fence import Fence, FenceSettings
 from controller.report.cluster_view import ClusterView
@@ -79,7 +80,7 @@ class Controller:
         self._choose = ChooseStage(settings)
         self._withdraw = WithdrawStage(self._fence, settings, wake, observer)
         self._admit = AdmitStage(self._cache, self._fence)
-        evictor = Evictor(client, self._recorder, metrics)
+        evictor = Evictor(client, self._recorder, RecentEvictions(client, settings.namespace), metrics)
         overlaps = OverlapEvictor(client, evictor, settings)
         failed_starts = FailedStarts(client, evictor, settings.driver_name, settings.evict_failed_starts_s)
         self._write = WriteStage(client, settings, self._cache, overlaps, failed_starts, observer)

@@ -6,18 +6,17 @@ read again directly before an eviction, which has the pod's UID as its precondit
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from controller.demand.node_eligibility import meets
+from controller.eviction.recent_evictions import RecentEvictions
 from driver.config.shared_flags import SUBDOMAIN
 from driver.errors import CONFLICT, NOT_FOUND, ApiError
-from driver.kube.client import KubeClient
+from driver.kube.client import SERVER_ERROR, KubeClient
 from driver.kube.events import Recorder
 from driver.kube.reads import read_all, read_object
 from driver.kube.types import Claim, Expression, OwnerReference, Pod, Reference
@@ -25,8 +24,8 @@ from driver.kube.types import Claim, Expression, OwnerReference, Pod, Reference
 if TYPE_CHECKING:
     from controller.metrics import ControllerMetrics
 
-OWNER_SECONDS, MOST_OF_OWNER = 3600.0, 2
-"""Most pods of one owner that are evicted within this time; more evictions would only repeat what did not help."""
+MOST_OF_OWNER = 2
+"""Most pods of one owner that are evicted within an hour; more evictions would only repeat what did not help."""
 
 PASS_SECONDS = 1.0
 """Time after which a pass of a trigger leaves what is due to the next one: decisions wait meanwhile."""
@@ -144,23 +143,6 @@ class DisruptionBudget(msgspec.Struct, frozen=True):
 JOB = msgspec.json.Decoder(Job)
 
 
-class RecentEvictions:
-    """Counts evictions of the last ``seconds`` by key."""
-
-    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
-        self._seconds, self._clock = seconds, clock
-        self._evicted_at: dict[str, list[float]] = {}
-
-    def add(self, key: str) -> None:
-        self._evicted_at.setdefault(key, []).append(self._clock())
-
-    def count(self, key: str) -> int:
-        since = self._clock() - self._seconds
-        recent = ((key, [at for at in times if at >= since]) for key, times in self._evicted_at.items())
-        self._evicted_at = {key: times for key, times in recent if times}
-        return len(self._evicted_at.get(key, ()))
-
-
 class Evictor:
     """For one thread."""
 
@@ -168,14 +150,18 @@ class Evictor:
         self,
         client: KubeClient,
         recorder: Recorder,
+        recent: RecentEvictions,
         metrics: ControllerMetrics | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client, self._recorder, self._metrics = client, recorder, metrics
-        self._of_owner = RecentEvictions(OWNER_SECONDS, clock)
+        self.recent = recent
 
     def consumers(self, claim: Claim) -> list[Pod]:
-        """The pods that use ``claim``, as they are now; those that are gone are left out. Raises ApiError."""
+        """The pods that use ``claim``, as they are now; those that are gone are left out. Raises ApiError.
+
+        ``recent`` is read anew, too.
+        """
+        self.recent.refresh()
         pods = []
         for consumer in claim.status.reserved_for:
             # A name that no pod can have is left out: it could lead elsewhere.
@@ -203,8 +189,8 @@ class Evictor:
                 return protected
         namespace = pods[0].metadata.namespace
         owners = [owner for pod in pods if (owner := owner_of(pod)) is not None]
-        for owner, count in Counter(owners).items():
-            protected = self.owner_limit(owner, count) or self._job_protection(owner, namespace, count)
+        for owner in dict.fromkeys(owners):
+            protected = self.owner_limit(owner, pods) or self._job_protection(owner, pods)
             if protected is not None:
                 return protected
         path = f"/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets"
@@ -212,12 +198,13 @@ class Evictor:
         protecting = sorted(budget.metadata.name for budget in budgets if any(map(budget.protects, pods)))
         return f"PodDisruptionBudget {protecting[0]} forbids it" if protecting else None
 
-    def _job_protection(self, owner: OwnerReference, namespace: str, count: int) -> str | None:
+    def _job_protection(self, owner: OwnerReference, pods: Sequence[Pod]) -> str | None:
         if owner.kind != "Job" or not owner.api_version.startswith("batch/"):
             return None
+        namespace = pods[0].metadata.namespace
         job = read_object(self._client, f"/apis/batch/v1/namespaces/{namespace}/jobs/{owner.name}", JOB)
         # The Job's controller may not have counted the last ones yet.
-        if job.goes_on(count + self._of_owner.count(owner.uid)):
+        if job.goes_on(sum(self._of_owner(owner, pods))):
             return None
         return f"Job {owner.name} would count it as a failure and has no retries left (podFailurePolicy)"
 
@@ -228,9 +215,14 @@ class Evictor:
         options: dict[str, Any] = {"preconditions": {"uid": metadata.uid}}
         options |= {"dryRun": ["All"]} if is_rehearsal else {}
         body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": about, "deleteOptions": options}
+        if not is_rehearsal:
+            owner = owner_of(pod)
+            self.recent.add(pod, _owner_key(metadata.namespace, owner) if owner is not None else "")
         try:
             self._client.create(f"{_path(metadata.namespace, metadata.name)}/eviction", body)
         except ApiError as error:
+            if not is_rehearsal and error.status is not None and error.status < SERVER_ERROR:
+                self.recent.discard(pod)  # otherwise it may have been evicted all the same
             if error.status in (NOT_FOUND, CONFLICT):
                 return False
             self.count(trigger, Outcome.REFUSED)
@@ -238,16 +230,19 @@ class Evictor:
         if is_rehearsal:
             return True
         self.count(trigger, Outcome.EVICTED)
-        if (owner := owner_of(pod)) is not None:
-            self._of_owner.add(owner.uid)
         return True
 
-    def owner_limit(self, owner: OwnerReference, count: int = 1) -> str | None:
-        """Why ``count`` more pods of ``owner`` are not evicted at present, or None."""
-        lost = self._of_owner.count(owner.uid)
-        if lost + count <= MOST_OF_OWNER:
+    def owner_limit(self, owner: OwnerReference, pods: Sequence[Pod]) -> str | None:
+        """Why those of ``pods`` that belong to ``owner`` are not evicted at present, or None."""
+        lost, more = self._of_owner(owner, pods)
+        if lost + more <= MOST_OF_OWNER:
             return None
         return f"{owner.kind} {owner.name} loses at most {MOST_OF_OWNER} pods an hour in this way, and has lost {lost}"
+
+    def _of_owner(self, owner: OwnerReference, pods: Sequence[Pod]) -> tuple[int, int]:
+        """Numbers of pods of ``owner``: those that were evicted lately, and those among ``pods``."""
+        uids = {pod.metadata.uid for pod in pods if (of_pod := owner_of(pod)) is not None and of_pod.uid == owner.uid}
+        return self.recent.of_owner(_owner_key(pods[0].metadata.namespace, owner), uids), len(uids)
 
     def count(self, trigger: Trigger, outcome: Outcome) -> None:
         if self._metrics is not None:
@@ -272,6 +267,11 @@ def own_protection(pod: Pod) -> str | None:
 def owner_of(pod: Pod) -> OwnerReference | None:
     """The controller, such as a Job or a ReplicaSet, that creates another pod after this one."""
     return next((owner for owner in pod.metadata.owner_references if owner.controller), None)
+
+
+def _owner_key(namespace: str, owner: OwnerReference) -> str:
+    """Names ``owner`` in the record. A tenant may write any UID: in another namespace it names another owner."""
+    return f"{namespace}/{owner.uid[:64]}"
 
 
 def pod_reference(pod: Pod) -> Reference:

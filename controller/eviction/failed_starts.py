@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -20,7 +20,6 @@ from controller.eviction.evictor import (
     PASS_SECONDS,
     Evictor,
     Outcome,
-    RecentEvictions,
     Trigger,
     pod_reference,
 )
@@ -103,8 +102,6 @@ class FailedStarts:
         self._client, self._evictor, self._driver = client, evictor, driver
         self._after_seconds, self._clock = after_seconds, clock
         self._due: dict[tuple[str, str], float] = {}
-        self._asked_at: dict[str, float] = {}
-        self._on_node = RecentEvictions(BUDGET_SECONDS, clock)
         self._begun: set[tuple[str, str]] = set()
         """Claims of which pods were evicted: for the others no budget is asked again."""
         self.next_s: float | None = None
@@ -123,20 +120,28 @@ class FailedStarts:
         }
         self._begun &= reported
         due = in_turn({key: at for key, at in self._due.items() if at <= now and key in failed})
-        self._asked_at |= dict.fromkeys((node for node, _ in due), now)
-        self._asked_at = {node: at for node, at in self._asked_at.items() if at > now - STOP_SECONDS and node in plans}
-        is_stopped = is_widespread(len(self._asked_at), len(plans))
-        if due and is_stopped:
-            extra: dict[str, object] = {"count": len(self._asked_at), "plans": len(plans)}
-            log.error("too many nodes can't prepare claims: nobody is evicted for it", extra=extra)
+        pause = self._pause(due, plans) if due else None
         for key in due:
-            self._due[key] = now + (PROTECTED_RETRY_SECONDS if is_stopped else self._attempt(failed[key], claims))
+            self._due[key] = now + (self._attempt(failed[key], claims) if pause is None else pause)
             if self._clock() > now + PASS_SECONDS:
                 break
         # Decisions do not wait for the rest of a pass that was cut off.
         waiting = [self._due[key] for key in failed]
         waits = [max(at - self._clock(), PASS_SECONDS if at <= now else 0.0) for at in waiting]
         self.next_s = min(waits, default=None)
+
+    def _pause(self, due: Iterable[tuple[str, str]], plans: Mapping[str, GpuNodePlan]) -> float | None:
+        """Seconds for which nobody is evicted, since too many nodes ask for it or it is not known how many; or None."""
+        try:
+            asking = self._evictor.recent.asking({node for node, _ in due}, STOP_SECONDS) & plans.keys()
+        except ApiError as error:
+            log.warning("nobody is evicted now: the record of evictions can't be had", extra={"error": str(error)})
+            return RETRY_SECONDS
+        if not is_widespread(len(asking), len(plans)):
+            return None
+        extra: dict[str, object] = {"count": len(asking), "plans": len(plans)}
+        log.error("too many nodes can't prepare claims: nobody is evicted for it", extra=extra)
+        return PROTECTED_RETRY_SECONDS
 
     def _attempt(self, start: FailedStart, claims: ClaimIndex) -> float:
         """Move the pods of one claim. Return the number of seconds until the next attempt."""
@@ -187,13 +192,12 @@ class FailedStarts:
             if not self._evictor.evict(pod, Trigger.FAILED_START):
                 continue
             self._begun.add(start.key)
-            self._on_node.add(start.node)
             self._tell(claim, [pod], message)
             extra = {"pod": str(pod.metadata.key), "node": start.node, "claim": start.unprepared.claim}
             log.warning("evicted a pod whose claim can't be prepared", extra=extra)
 
     def _has_budget(self, node: str, count: int, claims: ClaimIndex) -> bool:
-        evicted = self._on_node.count(node)
+        evicted = self._evictor.recent.on_node(node, BUDGET_SECONDS)
         holders = claims.holders(Pool(node, self._driver).name)
         held = len({held.claim for of_device in holders.values() for held in of_device})
         return not evicted or evicted + count <= BUDGET_SHARE * held

@@ -151,7 +151,7 @@ class OverlapEvictor:
         owner = owner_of(pod)
         if pod.status.phase != "Pending" or not pod.spec.node_name or pod.metadata.deletion_timestamp:
             return
-        limit = self._evictor.owner_limit(owner) if owner is not None else None
+        limit = self._evictor.owner_limit(owner, [pod]) if owner is not None else None
         if owner is None or limit is not None:
             self._evictor.count(Trigger.OVERLAP, Outcome.PROTECTED)
         else:

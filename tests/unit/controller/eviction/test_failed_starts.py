@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +19,12 @@ from controller.eviction.failed_starts import (
     RETRY_SECONDS,
     FailedStarts,
 )
+from controller.eviction.recent_evictions import ANNOTATION, RECORD_SECONDS, RecentEvictions
+from driver.kube.client import KubeClient
 from driver.kube.events import Recorder
-from driver.kube.types import Claim, GpuNodePlan, PlanMetadata
+from driver.kube.types import Claim, GpuNodePlan, Metadata, PlanMetadata, Pod
 from driver.model.plan import FailureCause, PlanSpec, PlanStatus, UnpreparedClaim
+from tests.support.api_server import Exchange
 from tests.support.clock import FakeClock
 from tests.support.evictions import ClusterApi, allocated, ready
 from tests.support.queues import DRIVER
@@ -30,6 +34,7 @@ from tests.support.running import eventually
 AFTER_SECONDS = 120.0
 CLAIMS = "/apis/resource.k8s.io/v1/namespaces/team/resourceclaims"
 PODS = "/api/v1/namespaces/team/pods"
+FENCED = "/api/v1/namespaces/tessera/configmaps/tessera-fence"
 SMALL = "gpu-0-mig-1g10gb-0"
 
 
@@ -49,8 +54,11 @@ class Site:
     reports: dict[str, list[UnpreparedClaim]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        client = self.api.server.client()
-        evictor = Evictor(client, self.recorder, clock=self.clock.monotonic)
+        self.begin_term(self.api.server.client())
+
+    def begin_term(self, client: KubeClient) -> None:
+        """A controller becomes the leader, which knows what the API server knows."""
+        evictor = Evictor(client, self.recorder, RecentEvictions(client, "tessera", self.clock))
         self.failed = FailedStarts(client, evictor, DRIVER, AFTER_SECONDS, self.clock.monotonic)
 
     def start(self, name: str, *pods: str, node: str = "node-a", cause: FailureCause = FailureCause.GPU) -> None:
@@ -273,6 +281,129 @@ def test_an_owner_loses_two_pods_an_hour_and_no_more(site: Site) -> None:
     assert len(site.api.evicted) == MOST_OF_OWNER
 
 
+def test_the_limit_of_an_owner_survives_a_change_of_leaders(site: Site) -> None:
+    for number in range(MOST_OF_OWNER + 1):
+        site.start(f"pod-{number}", node=f"node-{number}")
+        site.pod(f"pod-{number}", f"pod-{number}", node=f"node-{number}", owners=[owner("deployment")])
+        site.nodes = 100
+        site.decide()
+        site.decide(AFTER_SECONDS)
+        site.reports.clear()
+        site.begin_term(site.api.server.client())
+    assert site.api.evicted == ["pod-0", "pod-1"]
+    assert "ReplicaSet deployment loses at most 2 pods an hour in this way, and has lost 2" in site.event("pod-2")
+    site.start("pod-3")
+    site.pod("pod-3", "pod-3", owners=[owner("deployment")])
+    site.decide()
+    site.decide(RECORD_SECONDS)
+    assert site.api.evicted == ["pod-0", "pod-1", "pod-3"]
+
+
+def test_the_owner_of_another_namespace_is_another_owner_whatever_its_uid(site: Site) -> None:
+    record = RecentEvictions(site.api.server.client(), "tessera", site.clock)
+    site.start("pod-0")
+    other = msgspec.convert(site.api.folder(PODS)["pod-0"], Pod)
+    for uid in ("x", "y"):
+        record.refresh()
+        record.add(msgspec.structs.replace(other, metadata=Metadata(name=uid, uid=uid)), "others/uid-pod-0")
+    site.decide()
+    site.decide(AFTER_SECONDS)
+    assert site.api.evicted == ["pod-0"]
+
+
+def test_nodes_that_asked_before_a_change_of_leaders_are_remembered(site: Site) -> None:
+    site.nodes = 10
+    for number in range(2):
+        site.start(f"pod-{number}", node=f"node-{number}")
+        site.decide()
+        site.decide(AFTER_SECONDS)
+        site.reports = {"node-0": [], "node-1": []}
+        site.begin_term(site.api.server.client())
+    assert site.api.evicted == ["pod-0"]
+
+
+class KilledError(BaseException):
+    """The controller is gone."""
+
+
+class DyingClient(KubeClient):
+    """A client whose process is killed at the write number ``last``, before or after the API server has made it."""
+
+    def __init__(self, api: ClusterApi, last: int, *, after: bool) -> None:
+        alive = api.server.client()
+        super().__init__(alive._access, "controller")
+        self._left, self._after = last, after
+
+    def _request(self, method: str, *args: Any, **options: Any) -> Any:
+        if method == "GET":
+            return super()._request(method, *args, **options)
+        self._left -= 1
+        if self._left == 0 and not self._after:
+            raise KilledError
+        answer = super()._request(method, *args, **options)
+        if self._left == 0:
+            raise KilledError
+        return answer
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before the write", "after it"])
+@pytest.mark.parametrize("write", range(1, 9))
+def test_a_controller_that_is_killed_in_the_middle_of_evictions_evicts_nobody_twice(
+    site: Site, write: int, after: bool
+) -> None:
+    site.start("shared", "one", "two")
+    for pod in ("one", "two"):
+        site.pod(pod, "shared", owners=[owner("deployment")])
+    site.begin_term(DyingClient(site.api, write, after=after))
+    site.decide()
+    with suppress(KilledError):
+        site.decide(AFTER_SECONDS)
+    site.begin_term(site.api.server.client())
+    site.decide()
+    site.decide(AFTER_SECONDS)
+    assert sorted(site.api.evicted) == ["one", "two"]
+    site.start("next")
+    site.pod("next", "next", owners=[owner("deployment")])
+    site.decide()
+    site.decide(AFTER_SECONDS)
+    assert len(site.api.evicted) == MOST_OF_OWNER
+
+
+def test_a_write_of_the_fence_meanwhile_delays_no_eviction(site: Site) -> None:
+    site.api.store(FENCED, data={"pool": "gpu-0"})
+    site.start("serve")
+    site.decide()
+    site.api.once("PATCH", lambda exchange: exchange.refuse(409, "the fence has just been written"))
+    site.decide(AFTER_SECONDS)
+    assert site.api.evicted == ["serve"]
+
+
+def test_if_another_controller_evicts_meanwhile_this_one_looks_again(site: Site) -> None:
+    site.start("serve")
+    site.decide()
+    site.decide(AFTER_SECONDS - 1)
+    other = RecentEvictions(site.api.server.client(), "tessera", site.clock)
+
+    def meanwhile(exchange: Exchange) -> None:
+        other.asking({"elsewhere"}, RECORD_SECONDS)
+        exchange.refuse(409, "changed")
+
+    site.api.once("PATCH", meanwhile)
+    site.decide(1)
+    assert not site.api.evicted
+    site.decide(RETRY_SECONDS)
+    assert site.api.evicted == ["serve"]
+
+
+@pytest.mark.parametrize("text", ["no JSON", '{"evictions": 1}', '{"evictions": [["x", "team/uid-serve", "n", 1e18]]}'])
+def test_a_record_that_somebody_broke_starts_anew_and_times_in_the_future_end(site: Site, text: str) -> None:
+    site.api.store(FENCED, metadata={"annotations": {ANNOTATION: text}})
+    site.start("serve")
+    site.decide()
+    site.decide(AFTER_SECONDS)
+    assert site.api.evicted == ["serve"]
+
+
 def test_a_node_loses_one_pod_a_minute_at_first(site: Site) -> None:
     for number in range(3):
         site.start(f"pod-{number}")
@@ -300,8 +431,12 @@ def test_without_the_right_to_look_nobody_is_evicted(site: Site, caplog: pytest.
     site.decide()
     site.api.once("get", lambda exchange: exchange.refuse(403, "no right"))
     site.decide(AFTER_SECONDS)
-    assert not site.api.evicted
+    assert "nobody is evicted now" in caplog.text
+    site.api.once("get", lambda exchange: exchange.refuse(404, "no record yet"))
+    site.api.once("get", lambda exchange: exchange.refuse(403, "no right"))
+    site.decide(RETRY_SECONDS)
     assert "can't be evicted now" in caplog.text
+    assert not site.api.evicted
 
 
 def test_a_report_can_not_lead_elsewhere(site: Site) -> None:
@@ -309,7 +444,7 @@ def test_a_report_can_not_lead_elsewhere(site: Site) -> None:
     site.reports["node-a"] = [report]
     site.decide()
     site.decide(AFTER_SECONDS)
-    assert not site.api.count("get")
+    assert site.api.count("get") == site.api.count("get", FENCED)
 
 
 def test_a_later_pod_of_the_same_name_and_a_pod_of_another_claim_are_left_alone(site: Site) -> None:

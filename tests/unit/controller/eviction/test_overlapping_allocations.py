@@ -11,8 +11,9 @@ import pytest
 from controller.cluster.claim_index import ClaimIndex
 from controller.cluster.fleet import Fleet
 from controller.eviction import overlapping_allocations
-from controller.eviction.evictor import MOST_OF_OWNER, OWNER_SECONDS, PASS_SECONDS, Evictor
+from controller.eviction.evictor import MOST_OF_OWNER, PASS_SECONDS, Evictor
 from controller.eviction.overlapping_allocations import CONFLICT_SECONDS, OverlapEvictor, conflicts_on
+from controller.eviction.recent_evictions import RECORD_SECONDS, RecentEvictions
 from controller.settings import ControllerSettings
 from driver.kube.events import Recorder
 from driver.kube.types import Claim
@@ -60,7 +61,7 @@ class Site:
     def __init__(self, api: ClusterApi, clock: FakeClock, recorder: Recorder) -> None:
         self.api, self.clock = api, clock
         client = api.server.client()
-        evictor = Evictor(client, recorder, clock=clock.monotonic)
+        evictor = Evictor(client, recorder, RecentEvictions(client, "tessera", clock))
         self.resolver = OverlapEvictor(client, evictor, ControllerSettings(), clock=clock.monotonic)
         self.fleet = Fleet.of(fleet_gpu(NODE, number, H100, "full", "mig-1g10gb-0") for number in range(3))
 
@@ -234,7 +235,7 @@ def test_an_owner_loses_two_pods_an_hour_and_no_more(site: Site) -> None:
     [kept] = {"second-0-pod", "second-1-pod", "second-2-pod"} - {*site.api.evicted}
     told = site.event(kept)
     assert "it is not evicted, because Job job loses at most 2 pods an hour in this way, and has lost 2" in told
-    site.decide(OWNER_SECONDS + 1)
+    site.decide(RECORD_SECONDS + 1)
     assert kept in site.api.evicted
 
 

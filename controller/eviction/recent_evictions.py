@@ -1,0 +1,131 @@
+"""Which pods were evicted lately and which nodes asked for it: their limits hold after a change of leaders, too."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+import msgspec
+
+from driver.clock import Clock
+from driver.errors import CONFLICT, ApiError
+from driver.kube.client import KubeClient, Object
+from driver.kube.types import Pod
+from driver.model.plan import FENCE
+
+log = logging.getLogger(__name__)
+
+ANNOTATION = "gpu.tessera.dev/evictions"
+"""Annotation of the fence's ConfigMap, of which nodes may change only the data: the record as JSON."""
+
+RECORD_SECONDS = 3600.0
+"""Time for which an eviction is recorded."""
+
+MAX_EVICTIONS = 1000
+"""Beyond that nobody is evicted: all annotations of an object have at most 256 KiB."""
+
+MAX_ATTEMPTS = 5
+"""Attempts of one write: meanwhile the fence may have changed its data."""
+
+
+class Eviction(msgspec.Struct, frozen=True, array_like=True):
+    """A pod by its UID, its owner as the evictor names it, and the API server's time in seconds since 1970."""
+
+    pod: str
+    owner: str
+    node: str
+    at: float
+
+
+class Record(msgspec.Struct, frozen=True):
+    """``asked_at``: when each node asked last for evictions."""
+
+    evictions: tuple[Eviction, ...] = ()
+    asked_at: dict[str, float] = {}
+
+
+class RecentEvictions:
+    """The record of the last hour. For one thread; every method raises ApiError.
+
+    It is written before a pod is evicted: a leader that is killed between the two leaves a pod that counts only once.
+    Writes build on what was read: of two leaders for a moment, one evicts nobody.
+    """
+
+    def __init__(self, client: KubeClient, namespace: str, clock: Clock | None = None) -> None:
+        self._client, self._namespace = client, namespace
+        self._clock = clock or client.clock
+        self._folder = f"/api/v1/namespaces/{namespace}/configmaps"
+        self._record, self._version, self._text = Record(), "", ""
+
+    def refresh(self) -> None:
+        """Read the record anew, before it is decided who is evicted."""
+        self._remember(self._client.find(f"{self._folder}/{FENCE}") or {})
+
+    def of_owner(self, owner: str, besides: Collection[str]) -> int:
+        """Number of pods of ``owner`` that were evicted; those with a UID in ``besides`` do not count."""
+        return sum(past.owner == owner and past.pod not in besides for past in self._record.evictions)
+
+    def on_node(self, node: str, seconds: float) -> int:
+        """Number of pods that were evicted from ``node`` within the last ``seconds``."""
+        since = self._now() - seconds
+        return sum(past.node == node and past.at > since for past in self._record.evictions)
+
+    def asking(self, nodes: Collection[str], seconds: float) -> set[str]:
+        """Record that ``nodes`` ask for evictions now. Return those that did so within the last ``seconds``."""
+        self.refresh()
+        now = self._now()
+        asked_at = {node: at for node, at in self._record.asked_at.items() if at > now - seconds}
+        is_new = not asked_at.keys() >= set(nodes)
+        record = msgspec.structs.replace(self._record, asked_at=asked_at | dict.fromkeys(nodes, now))
+        if is_new:
+            self._write(record)
+        self._record = record
+        return {*record.asked_at}
+
+    def add(self, pod: Pod, owner: str) -> None:
+        """Record that ``pod`` is about to be evicted."""
+        others = tuple(past for past in self._record.evictions if past.pod != pod.metadata.uid)
+        if len(others) >= MAX_EVICTIONS:
+            raise ApiError(f"{len(others)} pods were evicted within an hour: no other is")
+        eviction = Eviction(pod.metadata.uid, owner, pod.spec.node_name, self._now())
+        self._write(msgspec.structs.replace(self._record, evictions=(*others, eviction)))
+
+    def discard(self, pod: Pod) -> None:
+        """Forget ``pod``, which was not evicted after all; the next write says so."""
+        others = tuple(past for past in self._record.evictions if past.pod != pod.metadata.uid)
+        self._record = msgspec.structs.replace(self._record, evictions=others)
+
+    def _now(self) -> float:
+        return self._clock.now().timestamp()
+
+    def _remember(self, stored: Object) -> None:
+        metadata, now = stored.get("metadata") or {}, self._now()
+        self._version = str(metadata.get("resourceVersion", ""))
+        self._text = (metadata.get("annotations") or {}).get(ANNOTATION, "{}")
+        try:
+            record = msgspec.json.decode(self._text, type=Record)
+        except msgspec.MsgspecError as error:
+            log.warning("the record of evictions does not parse: it starts anew", extra={"error": str(error)})
+            record = Record()
+        recent = (past for past in record.evictions if past.at > now - RECORD_SECONDS)
+        # A time in the future, after the API server's clock was set back, ends like any other.
+        evictions = tuple(msgspec.structs.replace(past, at=min(past.at, now)) for past in recent)
+        asked_at = {node: min(at, now) for node, at in record.asked_at.items()}
+        self._record = Record(evictions, asked_at)
+
+    def _write(self, record: Record) -> None:
+        metadata: Object = {"annotations": {ANNOTATION: msgspec.json.encode(record).decode()}}
+        identity = {"name": FENCE, "namespace": self._namespace}
+        new: Object = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {**identity, **metadata}}
+        for attempts_left in reversed(range(MAX_ATTEMPTS)):
+            body = {"metadata": {"resourceVersion": self._version, **metadata}} if self._version else new
+            try:
+                self._remember(self._client.create_or_patch(f"{self._folder}/{FENCE}", body, new))
+                return
+            except ApiError as error:
+                if error.status != CONFLICT or not attempts_left:
+                    raise
+                before = self._text
+                self.refresh()
+                if self._text != before:
+                    raise  # another controller evicts pods
