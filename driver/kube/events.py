@@ -63,7 +63,7 @@ class Waiting:
 
 @dataclass
 class Written:
-    """An Event as written: ``count`` in all, ``at`` by the monotonic clock."""
+    """An Event as written: ``count`` in all; ``at``: when the write began, by the monotonic clock."""
 
     reason: str
     message: str
@@ -86,6 +86,7 @@ class Recorder:
         self._waiting: OrderedDict[Identity, Waiting] = OrderedDict()
         self._repeated: OrderedDict[Identity, Waiting] = OrderedDict()
         """Those whose message is the one that was written last."""
+        self._in_flight: dict[Identity, Waiting] = {}
         self._written: OrderedDict[Identity, Written] = OrderedDict()
         self._tokens, self._filled_at = float(BURST), self._clock.monotonic()
 
@@ -109,7 +110,7 @@ class Recorder:
         with self._lock:
             happened = Waiting(about, reason[:REASON_LETTERS], shortened(message), type, self._clock.now(), 1)
             before = self._waiting.get(key) or self._repeated.get(key)
-            last = before or self._written.get(key)
+            last = before or self._in_flight.get(key) or self._written.get(key)
             if lasting and last is not None and last.reason == happened.reason:
                 happened.count = 0
             happened.count += before.count if before is not None else 0
@@ -169,6 +170,7 @@ class Recorder:
             if key is None:
                 return True  # its message was replaced meanwhile by the one that was written last
             waiting = self._waiting.pop(key, None) or self._repeated.pop(key)
+            self._in_flight = {key: waiting}
             self._tokens -= 1.0
         try:
             written = self._write(key, waiting)
@@ -203,7 +205,7 @@ class Recorder:
     def _write(self, key: Identity, waiting: Waiting) -> Written:
         """Update the Event if it exists, else create it. Raises ApiError."""
         path = f"/api/v1/namespaces/{waiting.about.namespace or 'default'}/events"
-        name = event_name(key)
+        name, began = event_name(key), self._clock.monotonic()
         written = self._written.get(key)
         count = waiting.count + (written.count if written else 0)
         # The time when it happened, not when it could be written: Events are compared by their times.
@@ -218,7 +220,7 @@ class Recorder:
                     raise
                 # It was written before this process started.
                 count += int(self._client.patch(f"{path}/{name}", changed).get("count") or 0)
-        return Written(waiting.reason, waiting.message, count, self._clock.monotonic())
+        return Written(waiting.reason, waiting.message, count, began)
 
     def _object(self, name: str, waiting: Waiting) -> Object:
         about = waiting.about

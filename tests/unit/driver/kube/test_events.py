@@ -234,3 +234,21 @@ def test_a_stop_just_after_it_was_checked_ends_the_thread(api: ObjectApi) -> Non
     thread.start()
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_a_lasting_state_that_is_recorded_while_it_is_written_is_counted_once(api: ObjectApi, clock: FakeClock) -> None:
+    with recording(api, clock) as recorder:
+
+        def again() -> None:
+            recorder.event(CLAIM, "AllHeld", "all GPUs are held", lasting=True)
+
+        def stored_as(event: Object) -> Object:
+            again()
+            return event
+
+        api.stored_as = stored_as
+        again()
+        settled(api, "team-a", reason="AllHeld")
+        clock.advance(2 * REPEAT_INTERVAL_SECONDS)
+        again()
+        assert settled(api, "team-a", lastTimestamp="2026-11-21T00:18:40Z")["count"] == 1
