@@ -16,6 +16,7 @@ import pytest
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, load_configuration
 from driver.model.plan import API_VERSION, FENCE, KIND, PATH
+from driver.slices.pool_names import Pool, shortened
 from tests.bench.kubelet import allocated_claim
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
@@ -168,6 +169,24 @@ class TestSlices:
         assert device["name"] == "gpu-7"
         node_a.delete(f"{SLICES}/slice-node-a")
 
+    def test_a_node_creates_and_deletes_that_of_its_monitor_devices(self, node_a: KubeClient) -> None:
+        pool = {"name": f"{POOL_A}-monitor", "generation": 1, "resourceSliceCount": 1}
+        node_a.create(SLICES, slice_of("node-a", pool=pool))
+        node_a.delete(f"{SLICES}/slice-node-a")
+
+    @pytest.mark.parametrize("rest", [40, 58], ids=["of the monitor devices", "of both pools"])
+    def test_a_node_with_a_long_name_creates_those_whose_pool_has_a_name_that_ends_in_a_hash(
+        self, cluster: Cluster, node_a: KubeClient, rest: int
+    ) -> None:
+        node = f"{'n' * 63}.{'n' * 63}.{'n' * 63}.{'n' * rest}"
+        cluster.api.post("/api/v1/nodes", {"metadata": {"name": node}})  # no label can have such a value
+        plugin, pool = client(cluster, "tessera-node", node), Pool(node, DRIVER)
+        for name in (pool.name, shortened(f"{node}-{DRIVER}-monitor")):
+            body = slice_of(node, pool={"name": name, "generation": 1, "resourceSliceCount": 1})
+            body["metadata"]["name"] = "of-a-long-name"
+            assert plugin.create(SLICES, body)["spec"]["pool"]["name"] == name
+            plugin.delete(f"{SLICES}/of-a-long-name")
+
     @pytest.mark.parametrize(
         "spec",
         [
@@ -191,6 +210,14 @@ class TestSlices:
             ),
             pytest.param({"driver": "gpu.nvidia.com"}, id="of another driver"),
             pytest.param({"pool": {"name": POOL_B, "generation": 9, "resourceSliceCount": 1}}, id="of another pool"),
+            pytest.param(
+                {"pool": {"name": f"{POOL_B}-monitor", "generation": 1, "resourceSliceCount": 1}},
+                id="of another node's monitor devices",
+            ),
+            pytest.param(
+                {"pool": {"name": f"{POOL_A}-monitors", "generation": 1, "resourceSliceCount": 1}},
+                id="of a pool with almost its name",
+            ),
         ],
     )
     def test_a_node_can_not_create_one(self, node_a: KubeClient, spec: Object) -> None:
@@ -246,6 +273,13 @@ class TestClaimStatus:
         [entry] = cluster.api.get(f"{CLAIMS}/mine")["status"]["devices"]
         assert entry["data"] == self.ENTRY["data"]
         assert not refusal(node_a, f"{CLAIMS}/mine/status", {"status": {"devices": None}})
+
+    def test_a_node_writes_about_its_monitor_devices(self, cluster: Cluster, node_a: KubeClient) -> None:
+        pool, device = f"{POOL_A}-monitor", "gpu-0-monitor"
+        allocated_claim(cluster, "watch", "node-a", "gpu-0", of_others=[(DRIVER, pool, device)])
+        entry = self.ENTRY | {"pool": pool, "device": device}
+        assert not refusal(node_a, f"{CLAIMS}/watch/status", {"status": {"devices": [entry]}})
+        cluster.api.request("DELETE", f"{CLAIMS}/watch")
 
     def test_a_node_writes_nothing_about_a_claim_on_another(
         self, cluster: Cluster, node_a: KubeClient, claims: None

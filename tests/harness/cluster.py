@@ -182,7 +182,7 @@ class Cluster:
         body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
         answer = self.api.post(f"/api/v1/namespaces/{namespace}/serviceaccounts/{name}/token", body)
         layout = self._state.layout
-        file = layout.kubeconfig("-".join(filter(None, ("sa", namespace, name, node, pod))))
+        file = layout.kubeconfig("-".join(filter(None, ("sa", namespace, name, node, pod)))[:240])
         return write_kubeconfig(file, self.server, layout.pki / "ca.crt", token_user(answer["status"]["token"]))
 
     @property

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -17,6 +19,7 @@ import yaml
 from driver.model.plan import PATH
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
+from tests.support.features import has
 from tests.support.rights import wait_granted
 
 CHART = Path(__file__).parents[2] / "deploy" / "tessera"
@@ -33,6 +36,9 @@ NAMESPACE = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "tess
 Object = dict[str, Any]
 Values = Mapping[str, Any]
 
+MUTATING = '(.Capabilities.APIVersions.Has "admissionregistration.k8s.io/v1/MutatingAdmissionPolicy")'
+"""How the chart finds out whether the API server can change claims when they are created."""
+
 NO_PROCESS: Values = {"nodePlugin": {"enabled": False}, "controller": {"enabled": False}}
 
 ANY_SIZE: Values = {"admission": {"maxDevices": 0, "maxPartitions": 0}}
@@ -44,24 +50,24 @@ def install(cluster: Cluster, values: Values | None = None) -> None:
 
     Returns when the API server serves plans and knows the rights, which it learns some time after it has stored them.
     """
-    objects = rendered({**NO_PROCESS, **(values or {})})
+    objects = rendered({**NO_PROCESS, **(values or {})}, mutating=has(cluster, "mutating policies"))
     cluster.apply([NAMESPACE, *objects])
     wait_for(lambda: cluster.api.get(PATH), SERVED_S, "plans are served")
     wait_granted(cluster, objects)
 
 
-def rendered(values: Values | None = None, namespace: str = "tessera") -> list[Object]:
-    """Every object of a release with these values, template by template.
+def rendered(values: Values | None = None, namespace: str = "tessera", *, mutating: bool = False) -> list[Object]:
+    """Every object of a release with these values, template by template; ``mutating``: see MUTATING.
 
     Raises helm_python.HelmError for values that the chart refuses.
     """
-    texts = manifests(values, namespace).values()
+    texts = manifests(values, namespace, mutating=mutating).values()
     return [each for text in texts for each in yaml.load_all(text, _LOADER) if each is not None]
 
 
-def manifests(values: Values | None = None, namespace: str = "tessera") -> dict[str, str]:
+def manifests(values: Values | None = None, namespace: str = "tessera", *, mutating: bool = False) -> dict[str, str]:
     """The rendered text of every template that makes objects, by its name, in alphabetical order."""
-    files = sorted(_render(values, namespace).items())
+    files = sorted(_render(values, namespace, mutating=mutating).items())
     return {Path(file).name: text for file, text in files if file.endswith(".yaml") and HOOK not in text}
 
 
@@ -81,13 +87,20 @@ def notes(values: Values | None = None, namespace: str = "tessera") -> str:
     return _render(values, namespace)[f"{CHART.name}/templates/NOTES.txt"]
 
 
-def _render(values: Values | None, namespace: str) -> dict[str, str]:
-    return _chart().render(dict(values or {}), name=RELEASE, namespace=namespace)
+def _render(values: Values | None, namespace: str, *, mutating: bool = False) -> dict[str, str]:
+    return _chart(mutating=mutating).render(dict(values or {}), name=RELEASE, namespace=namespace)
 
 
 @cache
-def _chart() -> helm_python.Chart:
-    return helm_python.Chart.load(CHART)
+def _chart(*, mutating: bool) -> helm_python.Chart:
+    if not mutating:
+        return helm_python.Chart.load(CHART)
+    # Offline, helm knows only the APIs of its own libraries, which are not told which kinds they have.
+    with tempfile.TemporaryDirectory() as folder:
+        copy = shutil.copytree(CHART, Path(folder) / CHART.name)
+        template = copy / "templates" / "admission-monitor.yaml"
+        template.write_text(template.read_text().replace(MUTATING, "true"))
+        return helm_python.Chart.load(copy)
 
 
 _LOADER: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

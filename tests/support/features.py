@@ -33,6 +33,12 @@ def _slice(device: Object, **spec: Any) -> Object:
 
 _COUNTERS = {"consumesCounters": [{"counterSet": "set", "counters": {"memory": {"value": "1"}}}]}
 _TAINT = {"key": "example.com/probe", "effect": "NoSchedule"}
+_RULE = {"apiGroups": [""], "apiVersions": ["v1"], "resources": ["pods"], "operations": ["CREATE"]}
+_MUTATING = {
+    "matchConstraints": {"resourceRules": [_RULE]},
+    "mutations": [{"patchType": "JSONPatch", "jsonPatch": {"expression": "[JSONPatch{op: 'remove', path: '/probe'}]"}}],
+    "reinvocationPolicy": "Never",
+}
 _BY_DEVICE = {"perDeviceNodeSelection": True}
 
 PROBES = {
@@ -45,6 +51,9 @@ PROBES = {
     ),
     "extended resources": Probe(
         f"{GROUP}/deviceclasses", {"extendedResourceName": "example.com/probe"}, ("extendedResourceName",)
+    ),
+    "mutating policies": Probe(
+        "/apis/admissionregistration.k8s.io/v1/mutatingadmissionpolicies", _MUTATING, ("reinvocationPolicy",)
     ),
 }
 """By the name that a test has in its mark ``needs``.

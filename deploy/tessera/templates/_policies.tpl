@@ -29,11 +29,11 @@ expression: "request.userInfo.extra[?'authentication.kubernetes.io/node-name'][0
 {{- end -}}
 
 {{- /*
-True if an expression is the name of the node's pool (driver/slices/pool_names.py). Names that are too long end in a hash, which CEL
-cannot compute: only the part before it is compared.
+True if an expression is the name of the node's pool, or of that of its monitor devices (driver/slices/pool_names.py). Names that are
+too long end in a hash, which CEL cannot compute: only the part before it is compared.
 */ -}}
 {{- define "tessera.isOwnPool" -}}
-({{ . }} == variables.pool || (variables.pool.size() > 253 && {{ . }}.size() > 200 && variables.pool.startsWith({{ . }}.substring(0, {{ . }}.size() - 11))))
+[variables.pool, variables.pool + '-monitor'].exists(own, {{ . }} == own || (own.size() > 253 && {{ . }}.size() > 200 && own.startsWith({{ . }}.substring(0, {{ . }}.size() - 11))))
 {{- end -}}
 
 {{- define "tessera.pool" -}}

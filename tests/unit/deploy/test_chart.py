@@ -337,6 +337,29 @@ def test_the_plans_outlive_the_release_unless_told_otherwise(keep: bool) -> None
     assert definition["metadata"].get("annotations") == ({"helm.sh/resource-policy": "keep"} if keep else None)
 
 
+@pytest.mark.parametrize(
+    ("values", "classes"),
+    [
+        ({}, ["gpu-training"]),
+        ({"driverName": OTHER}, ["gpu-training", OTHER]),
+        ({"driverName": OTHER, "admission": {"monitoredClasses": [OTHER]}}, [OTHER]),
+        ({"admission": {"monitoredClasses": ["gpu-hbm-large", OTHER]}}, ["gpu-hbm-large", OTHER]),
+        ({"driverName": OTHER, "admission": {"monitoredClasses": []}}, None),
+        ({"admission": OFF}, None),
+        ({"classes": {"gpu-monitor": False}}, None),
+    ],
+)
+def test_where_claims_can_be_changed_monitors_with_a_listed_class_get_that_of_monitors(
+    values: Values, classes: list[str] | None
+) -> None:
+    assert not [each for each in rendered(values) if each["kind"].startswith("Mutating")]
+    policies = of_kind("MutatingAdmissionPolicy", rendered(values, mutating=True)).values()
+    bindings = of_kind("MutatingAdmissionPolicyBinding", rendered(values, mutating=True)).values()
+    assert [each["spec"]["policyName"] for each in bindings] == [each["metadata"]["name"] for each in policies]
+    listed = [re.findall(r" in \[(.*)\], ", json.dumps(each["spec"]["mutations"])) for each in policies]
+    assert listed == ([] if classes is None else [[",".join(f"'{name}'" for name in classes)]])
+
+
 def test_the_admission_policy_knows_share_classes_of_ones_own() -> None:
     policy = of_kind(POLICIES[0], rendered({"admission": {"shareClasses": ["gpu-dev", "team-a.dev"]}}))[ONE_SHARE]
     assert policy["spec"]["variables"][0] == {"name": "classes", "expression": '["gpu-dev","team-a.dev"]'}
