@@ -10,7 +10,7 @@ import yaml
 
 from driver.config.shared_flags import DEFAULT_DRIVER
 
-FULL_GPU, ANY_PARTITION, SHARE_OF_GPU = "gpu-training", "gpu-inference", "gpu-dev"
+FULL_GPU, ANY_PARTITION, SHARE_OF_GPU, MONITORS = "gpu-training", "gpu-inference", "gpu-dev", "gpu-monitor"
 """Names of classes; a class for partitions of one profile has a name of its own."""
 
 MANIFESTS = files("deviceclasses") / "manifests"

@@ -147,7 +147,7 @@ def _parameter_issues(owner: Mapping[str, Any], path: str, context: LintContext)
 def _all_devices(request: RequestFields, context: LintContext) -> Iterator[Issue]:
     """An issue for allocationMode All, except with administrative access, which allocates nothing."""
     mode, gives = request.raw.get("allocationMode"), context.facts(request).gives
-    if mode == "All" and gives and request.raw.get("adminAccess") is not True:
+    if mode == "All" and gives and not request.has_admin_access:
         message = (
             "with a controller gives the devices that are offered at the moment, not all that are free, and a policy "
             "of the chart refuses it: ask for a number of devices instead, at most as many as one node has, such as "

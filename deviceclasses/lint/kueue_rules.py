@@ -329,7 +329,7 @@ def _template(devices: Object, context: KueueContext) -> Iterator[Issue]:
     for fields in requests_of(devices, path):
         if ".firstAvailable[" in fields.path:
             continue
-        if fields.raw.get("adminAccess") is True:
+        if fields.has_admin_access:
             message = "Kueue charges nothing for a request with adminAccess, whatever it gets"
             yield Issue(f"{fields.path}.adminAccess", "true", message, Severity.WARNING)
             continue

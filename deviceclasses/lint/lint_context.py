@@ -35,6 +35,10 @@ class RequestFields:
         return tuple(expression for _, expression in selectors_of(self.raw, ""))
 
     @property
+    def has_admin_access(self) -> bool:
+        return self.raw.get("adminAccess") is True
+
+    @property
     def count(self) -> int:
         """The number of devices; 1 where that is not a number."""
         count = self.raw.get("count")

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from deviceclasses.chart_classes import FULL_GPU, MONITORS
 from deviceclasses.lint.attribute_catalogue import ATTRIBUTES, names_of
-from deviceclasses.lint.findings import Issue
+from deviceclasses.lint.findings import Issue, Severity
 from deviceclasses.lint.lint_context import (
     ClassFacts,
     ConstraintFields,
@@ -20,7 +21,7 @@ from deviceclasses.lint.lint_context import (
     request_names,
     selectors_of,
 )
-from deviceclasses.lint.partial_evaluation import may_select
+from deviceclasses.lint.partial_evaluation import may_select, may_select_monitors
 from driver.config.opaque_parameters import devices_for
 from driver.config.strict_schema import shown
 from driver.kube.types import MAX_DEVICES
@@ -54,6 +55,11 @@ def parameter_mismatches(
 def unsatisfiable_selectors(request: RequestFields, context: LintContext) -> Iterator[Issue]:
     """Issues for selectors of a request that accept no device of its class."""
     facts = context.facts(request)
+    if request.class_name not in context.classes:
+        return
+    if request.has_admin_access or (not facts.gives and may_select_monitors(facts.selectors, context.driver)):
+        yield from _monitor_issues(request, context)
+        return
     selectors = list(selectors_of(request.raw, request.path))
     if not selectors or not facts.gives or _selected_kinds(facts, request.selectors, context):
         return
@@ -65,6 +71,26 @@ def unsatisfiable_selectors(request: RequestFields, context: LintContext) -> Ite
     )
     message = f"{_gives(request, context)}, never what this selector asks for"
     yield Issue(place, shown(expression), f"{message}; take {others.removesuffix(', ')}" if others else message)
+
+
+def _monitor_issues(request: RequestFields, context: LintContext) -> Iterator[Issue]:
+    """Issues for adminAccess to other devices than those of monitors, and for those without adminAccess."""
+    facts, path = context.facts(request), f"{request.path}.deviceClassName"
+    if not request.has_admin_access:
+        message = "gives only monitor devices, which the node plugin refuses to requests without adminAccess: true"
+        yield Issue(path, shown(request.class_name), f"{message}; take class {FULL_GPU} to use a GPU")
+    elif may_select_monitors(facts.selectors, context.driver):
+        selectors = list(selectors_of(request.raw, request.path))
+        if not may_select_monitors((*facts.selectors, *request.selectors), context.driver):
+            place, expression = selectors[-1]
+            yield Issue(place, shown(expression), "accepts no monitor device; requests with adminAccess get no other")
+    elif facts.gives:
+        message = (
+            f"gives no monitor devices, and requests with adminAccess get no other: take {MONITORS}. From Kubernetes "
+            "1.36 on, the classes in admission.monitoredClasses of the chart are replaced when a claim is created; "
+            "otherwise its pod cannot start"
+        )
+        yield Issue(path, shown(request.class_name), message, Severity.WARNING)
 
 
 def unsatisfiable_constraints(
@@ -142,7 +168,9 @@ def share_issues(
     for request in requests:
         facts = context.facts(request)
         kinds = may_select((*facts.selectors, *request.selectors), context.driver)
-        if request.class_name in context.classes and (facts.shares or DeviceKind.SHARE in kinds):
+        if request.class_name not in context.classes or request.has_admin_access:
+            continue
+        if facts.shares or DeviceKind.SHARE in kinds:
             shares.append(request)
     remedy = (
         "may give two shares of one GPU to this claim, which the driver refuses: ask for one share (of a GPU with "

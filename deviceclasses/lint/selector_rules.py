@@ -22,6 +22,7 @@ from deviceclasses.lint.attribute_catalogue import (
     ATTRIBUTES,
     CAPACITIES,
     IN_STANDARD,
+    MONITOR_TYPE,
     STANDARD_DOMAIN,
     TYPE_OF,
     names_of,
@@ -37,7 +38,7 @@ from driver.config.suggestions import meant
 from driver.errors import CelError
 from driver.model.offer import DeviceKind
 from driver.simulator.products import find_product
-from driver.slices.attributes import FACTS, NO_PROFILE, STANDARD
+from driver.slices.attributes import NO_PROFILE, STANDARD
 
 SAMPLE_VALUES = {"string": "", "int": 0, "bool": False, "version": "0.0.0"}
 ANY_PROFILE = "1g.10gb"
@@ -45,7 +46,12 @@ NO_SUCH_KEY = "no such key: "
 CERTAIN_ERRORS = (NO_SUCH_KEY, "no such overload")
 """Errors that depend on names and types only, not on values."""
 
-KIND_NAMES = {DeviceKind.FULL: "a full GPU", DeviceKind.PARTITION: "a partition", DeviceKind.SHARE: "a share"}
+TYPE_NAMES: Mapping[str, str] = {
+    DeviceKind.FULL: "a full GPU",
+    DeviceKind.PARTITION: "a partition",
+    DeviceKind.SHARE: "a share",
+    MONITOR_TYPE: "a monitor device",
+}
 
 
 def selector_issues(owner: Mapping[str, Any], path: str, driver: str, before: Iterable[str] = ()) -> Iterator[Issue]:
@@ -165,17 +171,21 @@ def _samples(driver: str, profiles: frozenset[str]) -> list[tuple[str, CelDevice
         (DeviceKind.FULL, NO_PROFILE),
         *((DeviceKind.PARTITION, profile) for profile in sorted(profiles)),
         (DeviceKind.SHARE, NO_PROFILE),
+        (MONITOR_TYPE, NO_PROFILE),
     ]
-    ours = [(KIND_NAMES[kind], from_slice_device(driver, _published(kind, profile))) for kind, profile in alike]
+    ours = [(TYPE_NAMES[name], from_slice_device(driver, _published(name, profile))) for name, profile in alike]
     return [*ours, ("a device of another driver", CelDevice("another-driver.example.com"))]
 
 
-def _published(kind: DeviceKind, profile: str) -> dict[str, Any]:
-    attributes: dict[str, dict[str, Any]] = {fact.name: {fact.kind: SAMPLE_VALUES[fact.kind]} for fact in FACTS[kind]}
-    attributes["type"] = {"string": kind.value}
+def _published(device_type: str, profile: str) -> dict[str, Any]:
+    names = names_of(device_type)
+    attributes: dict[str, dict[str, Any]] = {
+        name: {kind: SAMPLE_VALUES[kind]} for name, kind in TYPE_OF.items() if name.removeprefix(STANDARD) in names
+    }
+    attributes["type"] = {"string": str(device_type)}
     attributes["profile"] = {"string": profile}
-    capacity = {name: {"value": "1Gi"} for name in CAPACITIES & names_of(kind)}
-    return {"name": kind.value, "attributes": attributes, "capacity": capacity}
+    capacity = {name: {"value": "1Gi"} for name in CAPACITIES & names}
+    return {"name": str(device_type), "attributes": attributes, "capacity": capacity}
 
 
 def _wrong_parts(place: str, program: Program, driver: str) -> list[Issue]:

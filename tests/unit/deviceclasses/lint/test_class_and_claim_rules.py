@@ -471,12 +471,69 @@ def test_a_request_for_all_devices_is_found_with_what_to_write_instead(asked: di
     "asked",
     [
         pytest.param(request(allocationMode="ExactCount", count=8), id="a number"),
-        pytest.param(request(allocationMode="All", adminAccess=True), id="administrative access"),
+        pytest.param(request(device_class="gpu-monitor", allocationMode="All", adminAccess=True), id="monitors"),
         pytest.param(request(device_class="nic", allocationMode="All"), id="another driver"),
     ],
 )
 def test_requests_for_which_all_is_right_are_let_through(asked: dict[str, Any]) -> None:
     assert found(device_class("nic", 'device.driver == "dra.net"'), claim(asked)) == []
+
+
+@pytest.mark.parametrize("name", ["gpu-training", "gpu-inference-1g-10gb", "gpu-shared"])
+def test_admin_access_to_other_devices_than_those_for_monitors_is_a_warning_that_says_what_happens(name: str) -> None:
+    [finding] = findings(claim(request(device_class=name, adminAccess=True, allocationMode="All")))
+    assert (finding.path, finding.value) == ("spec.devices.requests[0].exactly.deviceClassName", f'"{name}"')
+    assert finding.severity.value == "warning"
+    for told in ("take gpu-monitor", "From Kubernetes 1.36 on", "admission.monitoredClasses", "cannot start"):
+        assert told in finding.message
+    assert len(finding.message) < 300
+
+
+ONLY_MONITORS = f'{OURS} && {TYPE} == "monitor"'
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(request(device_class="gpu-monitor"), id="a request"),
+        pytest.param(request(device_class="gpu-monitor", adminAccess=False), id="with false"),
+        pytest.param(request(device_class="mine", allocationMode="All"), id="a class of ones own"),
+        pytest.param(
+            {"name": "gpu", "firstAvailable": [{"name": "a", "deviceClassName": "gpu-monitor"}]}, id="alternative"
+        ),
+    ],
+)
+def test_a_class_of_monitor_devices_without_admin_access_is_an_error(asked: dict[str, Any]) -> None:
+    [finding] = findings(device_class("mine", ONLY_MONITORS), claim(asked))
+    assert finding.path.endswith(".deviceClassName")
+    assert finding.severity.value == "error"
+    assert "refuses to requests without adminAccess: true; take class gpu-training" in finding.message
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(request_for("gpu-monitor"), id="the class of monitors"),
+        pytest.param(request_for("gpu-monitor", 'device.attributes["gpu.tessera.dev"].uuid == "GPU-1"'), id="one GPU"),
+        pytest.param(request_for("any"), id="a class that gives monitors too"),
+        pytest.param(request_for("any", ONLY_MONITORS), id="of which a selector takes only these"),
+        pytest.param(request_for("nic"), id="another driver"),
+    ],
+)
+def test_admin_access_to_devices_that_it_can_have_is_let_through(asked: dict[str, Any]) -> None:
+    asked["exactly"] |= {"adminAccess": True, "count": 4}
+    others = device_class("any", "true"), device_class("nic", 'device.driver == "dra.net"')
+    assert found(*others, claim(asked)) == []
+
+
+def test_a_selector_that_no_monitor_device_passes_is_found() -> None:
+    asked = request_for("gpu-monitor", "true", f'{TYPE} == "gpu"', adminAccess=True)
+    [(path, _, message)] = found(claim(asked))
+    assert path == "spec.devices.requests[0].exactly.selectors[1].cel.expression"
+    assert message == "accepts no monitor device; requests with adminAccess get no other"
+    asked = request_for("gpu-monitor", 'device.attributes["gpu.tessera.dev"].memorySlices > 1', adminAccess=True)
+    [(_, _, message)] = found(claim(asked))
+    assert message.startswith("fails on a monitor device, which stops the pod's scheduling: no such key: memorySlices")
 
 
 def test_two_requests_of_one_name_are_found() -> None:
