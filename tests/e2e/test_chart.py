@@ -14,6 +14,7 @@ from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.chart import CHART, RELEASE, Object, Values, rendered
 from tests.support.control_plane import control_plane
+from tests.support.features import has
 from tests.support.helm import helm
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -72,7 +73,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.mark.parametrize(("values", "namespace"), VALUE_SETS.values(), ids=VALUE_SETS)
 def test_the_api_server_accepts_every_object(cluster: Cluster, values: Values, namespace: str) -> None:
-    objects = rendered(values, namespace)
+    objects = rendered(values, namespace, mutating=has(cluster, "mutating policies"))
     text = json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})
     # Strict: a field that the API server does not know is an error, not a warning.
     strict = ("--server-side", "--dry-run=server", "--validate=strict", "--force-conflicts")
@@ -110,9 +111,12 @@ class Release:
     def uninstall(self) -> None:
         helm(self.cluster, NAMESPACE, "uninstall", RELEASE, ignore_not_found=True)
 
+    def objects(self) -> list[Object]:
+        return rendered(NO_HOOK, mutating=has(self.cluster, "mutating policies"))
+
     def stored(self) -> dict[Identity, Object]:
         """Every object that is there now, less what the cluster writes by itself: status, versions, who set what."""
-        text = json.dumps({"apiVersion": "v1", "kind": "List", "items": rendered(NO_HOOK)})
+        text = json.dumps({"apiVersion": "v1", "kind": "List", "items": self.objects()})
         found = self.cluster.kubectl("get", "--ignore-not-found", "--output=json", "--filename=-", stdin=text)
         items = json.loads(found)["items"] if found else []
         for each in items:
@@ -134,7 +138,7 @@ def release(cluster: Cluster) -> Iterator[Release]:
 def test_an_upgrade_to_the_same_changes_nothing(release: Release) -> None:
     release.install()
     installed = release.stored()
-    assert installed.keys() == {identity(each) for each in rendered(NO_HOOK)}
+    assert installed.keys() == {identity(each) for each in release.objects()}
     release.upgrade()
     assert release.stored() == installed
 
@@ -181,5 +185,5 @@ def test_the_plans_outlive_the_release_and_are_there_when_it_comes_back(release:
     release.uninstall()
     assert release.stored().keys() == {("CustomResourceDefinition", "gpunodeplans.gpu.tessera.dev", None)}
     release.install()
-    assert release.stored().keys() == {identity(each) for each in rendered(NO_HOOK)}
+    assert release.stored().keys() == {identity(each) for each in release.objects()}
     assert cluster.kubectl("get", "gpunodeplans", "--output=name") == "gpunodeplan.gpu.tessera.dev/n1\n"
