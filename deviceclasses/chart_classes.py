@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from driver.config.shared_flags import DEFAULT_DRIVER
+from driver.config.yaml_reader import YamlLoader, read_yaml
 
 FULL_GPU, ANY_PARTITION, SHARE_OF_GPU, MONITORS = "gpu-training", "gpu-inference", "gpu-dev", "gpu-monitor"
 """Names of classes; a class for partitions of one profile has a name of its own."""
@@ -33,10 +34,10 @@ def chart_classes(driver: str = DEFAULT_DRIVER) -> list[dict[str, Any]]:
         text.replace(f'"{DEFAULT_DRIVER}"', f'"{driver}"').replace(f"driver: {DEFAULT_DRIVER}\n", f"driver: {driver}\n")
         for text in texts
     )
-    return [content for text in rendered for content in yaml.safe_load_all(text) if isinstance(content, dict)]
+    return [content for text in rendered for content in yaml.load_all(text, YamlLoader) if isinstance(content, dict)]
 
 
 def _cards_by_profile() -> dict[str, str]:
     """The products that have a profile, as the description of its class names them."""
-    cards: dict[str, str] = yaml.safe_load((MANIFESTS / "partitions" / "profiles.yaml").read_text("utf-8"))
+    cards: dict[str, str] = read_yaml((MANIFESTS / "partitions" / "profiles.yaml").read_text("utf-8"))
     return cards

@@ -14,8 +14,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-import yaml
-
 from deviceclasses.cel.library.quantity import parse_quantity
 from deviceclasses.cel.values import EvaluationError
 from deviceclasses.lint.attribute_catalogue import ATTRIBUTES, STANDARD_DOMAIN, no_attribute
@@ -46,6 +44,7 @@ from deviceclasses.lint.selector_rules import empty_class_issues, selector_issue
 from driver.config.opaque_parameters import InvalidParameters, parse_parameters
 from driver.config.strict_schema import shown
 from driver.config.suggestions import meant, nearest
+from driver.config.yaml_reader import read_yaml
 from driver.slices.attributes import PARENT
 
 ALLOCATION_MODES = ("ExactCount", "All")
@@ -197,7 +196,7 @@ Fields = Mapping[str, Any]
 
 @cache
 def _fields_of_kinds() -> Mapping[str, Fields]:
-    fields: dict[str, Fields] = yaml.safe_load(files(__package__).joinpath("fields.yaml").read_text("utf-8"))
+    fields: dict[str, Fields] = read_yaml(files(__package__).joinpath("fields.yaml").read_text("utf-8"))
     return fields
 
 

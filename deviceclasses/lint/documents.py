@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from deviceclasses.lint.findings import Finding, Severity, misspelt
+from driver.config.yaml_reader import YamlLoader
 from driver.errors import UsageError
 
 DRA_GROUP = "resource.k8s.io"
@@ -61,12 +62,19 @@ def _documents(file: str, text: bytes) -> Iterator[Document | Finding]:
                 yield Document(file, number, item)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        place = _place(text, mark) if mark else ""
         message = f"is not valid YAML: {getattr(error, 'problem', None) or error}"
         yield Finding(file, number + 1, "-", place, "", message, Severity.ERROR)
 
 
-class _Loader(yaml.SafeLoader):
+def _place(text: bytes, mark: yaml.Mark) -> str:
+    last_line, end = text.count(b"\n"), text.rpartition(b"\n")[2]
+    if mark.line > last_line:  # for libyaml, a file whose last line has no newline ends in the next line
+        return f"line {last_line + 1}, column {len(end) + 1}"
+    return f"line {mark.line + 1}, column {mark.column + 1}"
+
+
+class _Loader(YamlLoader):
     """Refuses duplicate keys, as the API server does, and values that are not of their tag (``!!int x``)."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:

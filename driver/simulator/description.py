@@ -19,6 +19,7 @@ import yaml
 from msgspec import Meta
 
 from driver.config.suggestions import meant
+from driver.config.yaml_reader import read_yaml
 from driver.errors import UsageError
 from driver.simulator.products import Product, find_product, product_names
 
@@ -199,7 +200,7 @@ def known_names() -> list[str]:
 @cache
 def _built_in(name: str) -> NodeDescription:
     text = _NODES.joinpath(f"{name}.yaml").read_text(encoding="utf-8")
-    return parse_description(yaml.safe_load(text), f"{name} (built in)")
+    return parse_description(read_yaml(text), f"{name} (built in)")
 
 
 def load_description(text: str) -> NodeDescription:
@@ -215,7 +216,7 @@ def load_description(text: str) -> NodeDescription:
         names = f"the known names are {', '.join(node_names)}{meant(text, node_names)}"
         raise UsageError(f"no simulated node {text!r}, and no such file; {names}")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"node description {text}: not readable as YAML: {error}") from error
     return parse_description(content, text)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 from pydantic_core import ErrorDetails
 
+from driver.config.yaml_reader import read_yaml
 from driver.errors import UsageError
 
 FILE_LIMIT = 1024 * 1024
@@ -51,8 +52,8 @@ def read_prices(file: Path) -> Prices:
     if len(text) > FILE_LIMIT:
         raise UsageError(f"{called}: is larger than 1 MiB; it has `currency` and `prices`")
     try:
-        return Prices.model_validate(yaml.safe_load(text))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        return Prices.model_validate(read_yaml(text))
+    except yaml.YAMLError as error:
         raise UsageError(f"{called}: is no YAML: {' '.join(str(error).split())[:300]}") from error
     except ValidationError as error:
         raise UsageError("; ".join(f"{called}: {_described(fault)}" for fault in error.errors()[:10])) from error

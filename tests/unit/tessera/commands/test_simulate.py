@@ -225,7 +225,6 @@ def test_wrong_options_are_named(arguments: list[str], message: str) -> None:
         (claim("a", exactly(allocationMode="Some")), 'allocationMode: "Some": accepted: ExactCount, All'),
         (template("a", exactly(capacity={"requests": {"memory": "much"}})),
          "requests[0].exactly.capacity.requests.memory: \"much\": 'much' is not a quantity"),
-        ({**claim("a", ONE), **UNENCODABLE}, "surrogates not allowed"),
     ],
 )  # fmt: skip
 def test_a_manifest_that_can_not_be_read_is_named_with_its_document(content: Object, message: str) -> None:
@@ -233,6 +232,12 @@ def test_a_manifest_that_can_not_be_read_is_named_with_its_document(content: Obj
     assert ran.exit_code == 2, ran.output
     assert "-, document 2: " in ran.stderr
     assert message in ran.stderr
+
+
+def test_a_manifest_with_half_a_character_is_named_with_its_line() -> None:
+    ran = run([{**claim("a", ONE), **UNENCODABLE}], "--nodes", "h100-1")
+    assert ran.exit_code == 2, ran.output
+    assert "-: line 20, column 26: is not valid YAML: found invalid Unicode character escape code" in ran.stderr
 
 
 def test_other_objects_are_ignored_and_named() -> None:
