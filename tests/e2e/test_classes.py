@@ -38,7 +38,7 @@ CLASSES = "/apis/resource.k8s.io/v1/deviceclasses"
 QUOTAS = "/api/v1/namespaces/default/resourcequotas"
 POLICY = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies/one-share-of-a-gpu.gpu.tessera.dev"
 
-TRAINING, DEV, ANY_PARTITION = "gpu-training", "gpu-dev", "gpu-inference"
+TRAINING, DEV, ANY_PARTITION, MONITOR = "gpu-training", "gpu-dev", "gpu-inference", "gpu-monitor"
 SMALL, WHOLE_PARTITION = "gpu-inference-1g-10gb", "gpu-inference-7g-80gb"
 
 CARDS = ("a30-4", "dgx-a100", "dgx-a100-40gb", "dgx-b200", "dgx-h100", "dgx-h200")
@@ -57,6 +57,8 @@ def cluster() -> Iterator[Cluster]:
     """With Tessera's chart, and the class of a NIC driver."""
     with control_plane("classes") as running:
         install(running, ANY_SIZE)
+        label = {"labels": {"resource.kubernetes.io/admin-access": "true"}}
+        running.api.patch("/api/v1/namespaces/default", {"metadata": label})
         running.apply(nic_class())
         # The policy is in force some milliseconds after it was created.
         two = "two shares of one GPU"
@@ -171,9 +173,11 @@ class TestEveryClass:
     @pytest.mark.usefixtures("cards")
     def test_allocates_what_its_name_says(self, cluster: Cluster, ask: Asking) -> None:
         published = {(pool, device["name"]): device["attributes"] for pool, device in devices_of(cluster)}
-        for name in SHIPPED:
+        # test_monitors.py is about monitor devices.
+        names = SHIPPED.keys() - {MONITOR}
+        for name in names:
             ask(name, asked(name))
-        for name in SHIPPED:
+        for name in names:
             [given] = ask.asked[name].given()
             device = published[given.pool, given.device]
             kind, profile = says(name)
@@ -504,12 +508,12 @@ def test_no_example_is_blocked_by_another_when_the_folder_is_applied(
         for name, devices in DEVICES.items():
             wait_for(lambda: len(given_to(cluster, name)) == len(devices), SCHEDULED_S, f"devices of {name}")  # noqa: B023
     finally:
-        cluster.kubectl("delete", "--grace-period=0", "--force", "-f", str(EXAMPLES))
+        cluster.kubectl("delete", "--grace-period=0", "--force", "--ignore-not-found", "-f", str(EXAMPLES))
     wait_for(lambda: not cluster.api.get(CLAIMS)["items"], SCHEDULED_S, "the pods' claims gone")
 
 
 def test_the_examples_tried_here_are_all_there_are() -> None:
-    assert {file.stem for file in EXAMPLES.glob("*.yaml")} == DEVICES.keys() | {"extended-resource"}
+    assert {file.stem for file in EXAMPLES.glob("*.yaml")} == DEVICES.keys() | {"extended-resource", "monitor"}
 
 
 @pytest.fixture
@@ -578,8 +582,9 @@ def limited(cluster: Cluster, quotas: Sequence[dict[str, Any]]) -> Iterator[None
 
 
 def said_to(cluster: Cluster, name: str, count: int) -> str:
-    constraints = [DIFFERENT_GPUS] if name == DEV else []
-    return refusal(cluster, asked(name, count=count), constraints=constraints)
+    constraints, request = [DIFFERENT_GPUS] if name == DEV else [], asked(name, count=count)
+    request["exactly"]["adminAccess"] = name == MONITOR
+    return refusal(cluster, request, constraints=constraints)
 
 
 def wait_taken(cluster: Cluster, name: str, count: int) -> None:
