@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import sys
 import threading
@@ -67,6 +68,10 @@ NODE_USER_AGENT = "tessera-node"
 
 SWITCH_INTERVAL_SECONDS = 0.0005
 """How long a busy thread may keep the interpreter from a thread that answers a call; Python's default is 5 ms."""
+
+M_ARENA_MAX, MALLOC_ARENAS = -8, 2
+"""Parameter of the C library's mallopt (malloc.h), and its value: by default each of 30 threads gets memory of its own,
+of which most stays unused. Threads seldom allocate at the same time, because the interpreter runs one of them."""
 
 SCAN_DELAY_SECONDS = 2.0
 """Longest time that a scan of the hardware waits for claims in progress."""
@@ -325,6 +330,8 @@ class NodePlugin:
 def node_plugin(settings: NodeSettings, stop: threading.Event) -> NodePlugin | RollingInstance | None:
     """Return the plugin to run. Without a pod's uid, wait for the state directory first; None: ``stop`` was set
     meanwhile. Raises FatalError."""
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # musl has none
+        mallopt(M_ARENA_MAX, MALLOC_ARENAS)
     if settings.pod_uid:
         from kubelet_plugin.upgrade.rolling_update import RollingInstance  # megabytes that only a rolling update needs
 

@@ -16,9 +16,9 @@ from typing import Any
 from urllib.parse import urlencode
 
 import msgspec
-import urllib3
 
 from driver.clock import Clock
+from driver.connections import CHUNK_BYTES
 from driver.errors import CONFLICT, NOT_FOUND, ApiError, accepted_status
 from driver.kube.credentials import Access, CredentialsError
 from driver.kube.credentials import load_configuration as load_configuration
@@ -35,8 +35,6 @@ ERROR_TEXT_LIMIT = 500
 JSON = "application/json"
 APPLY_PATCH = "application/apply-patch+yaml"
 """Server-side apply. JSON is valid YAML, and the YAML type is the only one that every supported API server accepts."""
-
-CONNECTION_ERRORS = (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError)
 
 Object = dict[str, Any]
 
@@ -150,12 +148,11 @@ class KubeClient:
 
         Raises ApiError if the server refuses it, or the connection is cut or silent too long.
         """
-        timeout = urllib3.Timeout(connect=REQUEST_TIMEOUT_SECONDS, read=read_timeout_s)
         with self._observed("GET", path, query) as outcome:
-            response = self._open("GET", path, query, None, timeout)
+            response = self._open("GET", path, query, read_timeout_s=read_timeout_s)
             outcome.status = response.status
         try:
-            yield _lines(path, response)
+            yield self._lines(path, response)
         finally:
             response.close()
 
@@ -182,13 +179,11 @@ class KubeClient:
         content: str = JSON,
     ) -> bytes:
         with self._observed(method, path, query) as outcome:
-            response = self._open(method, path, query, body, urllib3.Timeout(total=REQUEST_TIMEOUT_SECONDS), content)
+            response = self._open(method, path, query, body, content)
             try:
                 answer = bytes(response.read())
-            except CONNECTION_ERRORS as error:
+            except self._access.connections.errors as error:
                 raise ApiError(f"{method} {path}: the answer was cut off: {error}") from error
-            finally:
-                response.release_conn()
             outcome.status = response.status
         return answer
 
@@ -210,27 +205,24 @@ class KubeClient:
         method: str,
         path: str,
         query: Mapping[str, str] | None,
-        body: Object | None,
-        timeout: urllib3.Timeout,
+        body: Object | None = None,
         content: str = JSON,
+        read_timeout_s: float | None = None,
     ) -> Any:
-        url = self._access.url(path) + (f"?{urlencode(query)}" if query else "")
+        access = self._access
+        target = access.target(path) + (f"?{urlencode(query)}" if query else "")
         headers = dict(self._headers)
         try:
-            if (authorization := self._access.authorization()) is not None:
+            if (authorization := access.authorization()) is not None:
                 headers["Authorization"] = authorization
             if body is not None:
                 headers["Content-Type"] = content
-            response = self._access.pool.urlopen(
-                method,
-                url,
-                headers=headers,
-                body=None if body is None else msgspec.json.encode(body),
-                timeout=timeout,
-                preload_content=False,
+            encoded = None if body is None else msgspec.json.encode(body)
+            response = access.connections.open(
+                method, target, headers, encoded, REQUEST_TIMEOUT_SECONDS, read_timeout_s
             )
-        except CONNECTION_ERRORS as error:
-            raise ApiError(f"{method} {path}: no answer from {self._access.host}: {innermost_cause(error)}") from error
+        except access.connections.errors as error:
+            raise ApiError(f"{method} {path}: no answer from {access.host}: {innermost_cause(error)}") from error
         except CredentialsError as error:
             raise ApiError(f"{method} {path}: {error}") from error
         except ValueError:
@@ -240,9 +232,30 @@ class KubeClient:
                 "unprintable character is in it; check the kubeconfig's token or tokenFile"
             ) from None
         self.clock.last_date = response.headers.get("Date", ""), time.monotonic()
-        if response.status >= http.client.BAD_REQUEST:
-            raise _refusal(method, path, response)
+        if response.status >= http.client.MULTIPLE_CHOICES:  # a redirect, too: the token is not sent elsewhere
+            raise self._refusal(method, path, response)
         return response
+
+    def _refusal(self, method: str, path: str, response: Any) -> ApiError:
+        """The error for an HTTP error status, with the message of the Status object if the server sent one."""
+        try:
+            body = bytes(response.read())
+        except self._access.connections.errors:
+            body = b""
+        try:
+            message = str(decode(body, OBJECT)["message"])
+        except (msgspec.MsgspecError, KeyError):
+            message = body.decode("utf-8", "replace") or str(response.reason)
+        return ApiError(f"{method} {path}: {response.status}: {message[:ERROR_TEXT_LIMIT]}", response.status)
+
+    def _lines(self, path: str, response: Any) -> Iterator[bytes]:
+        pending = b""
+        try:
+            for chunk in response.stream(CHUNK_BYTES):
+                *lines, pending = (pending + chunk).split(b"\n")
+                yield from (line for line in lines if line)
+        except self._access.connections.errors as error:
+            raise ApiError(f"watch of {path} was cut off: {error}") from error
 
 
 class ApiReach:
@@ -284,16 +297,6 @@ class ApiReach:
         return self._requested_at is not None and self._clock() - self._requested_at <= seconds
 
 
-def _lines(path: str, response: Any) -> Iterator[bytes]:
-    pending = b""
-    try:
-        for chunk in response.stream(64 * 1024):
-            *lines, pending = (pending + chunk).split(b"\n")
-            yield from (line for line in lines if line)
-    except CONNECTION_ERRORS as error:
-        raise ApiError(f"watch of {path} was cut off: {error}") from error
-
-
 def innermost_cause(error: BaseException) -> str:
     """The message of the innermost error; the outer ones repeat the address."""
     while True:
@@ -302,21 +305,6 @@ def innermost_cause(error: BaseException) -> str:
             break
         error = inner
     return str((error.strerror if isinstance(error, OSError) else None) or error or type(error).__name__)
-
-
-def _refusal(method: str, path: str, response: Any) -> ApiError:
-    """The error for an HTTP error status, with the message of the Status object if the server sent one."""
-    try:
-        body = bytes(response.read())
-    except CONNECTION_ERRORS:
-        body = b""
-    finally:
-        response.release_conn()
-    try:
-        message = str(decode(body, OBJECT)["message"])
-    except (msgspec.MsgspecError, KeyError):
-        message = body.decode("utf-8", "replace") or str(response.reason)
-    return ApiError(f"{method} {path}: {response.status}: {message[:ERROR_TEXT_LIMIT]}", response.status)
 
 
 OBJECT = msgspec.json.Decoder(Object)

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-import urllib3
-
+from driver.connections import CONNECTION_ERRORS, MAX_CONNECTIONS, Connections
 from driver.errors import EnvironmentFault
 from driver.kube.kubeconfig import (
     PEM_ENCODING,
@@ -29,8 +29,8 @@ from driver.kube.kubeconfig import (
     read_kubeconfig_in_own_process,
 )
 
-MAX_CONNECTIONS = 16
-"""Maximum pooled connections: one per thread with a request in flight."""
+if TYPE_CHECKING:
+    import urllib3
 
 TOKEN_INTERVAL_SECONDS = 60.0
 """How long a token that was read from a file is used; the kubelet renews it long before it expires."""
@@ -56,20 +56,15 @@ class CredentialsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """An API server: ``host`` is its URL without a trailing slash, ``pool`` connects to it.
-
-    ``base`` is the prefix of each path for ``pool`` (None: ``host``). A pool for one host takes 0.1 ms less per request
-    than one for any host, and expects paths instead of URLs.
-    """
+    """An API server: ``host`` is its URL without a trailing slash, ``connections`` lead to it."""
 
     host: str
-    pool: urllib3.PoolManager | urllib3.HTTPConnectionPool
+    connections: Connections | ProxiedConnections
     authorization: Authorization
-    base: str | None = None
 
-    def url(self, path: str) -> str:
-        """The URL or path to request from ``pool``."""
-        return f"{self.host if self.base is None else self.base}{path}"
+    def target(self, path: str) -> str:
+        """The target of a request: ``path`` below the path of ``host``, which a server of many clusters has."""
+        return f"{urlsplit(self.host).path}{path}"
 
 
 def load_configuration(
@@ -95,9 +90,42 @@ def load_configuration(
         raise EnvironmentFault(f"{source} can't be used: {_line(error)}") from error
 
 
-def retries() -> urllib3.Retry:
-    """One retry if an idle connection was closed by the server; other retries are up to the caller."""
-    return urllib3.Retry(total=1, connect=0, redirect=0, status=0)
+class ProxiedConnections:
+    """Like Connections, through a proxy, by urllib3: HTTP, HTTPS and SOCKS proxies, with their credentials."""
+
+    def __init__(self, proxy: str, url: str, context: ssl.SSLContext, server_name: str | None = None) -> None:
+        import urllib3  # megabytes that only a proxy needs
+
+        self.errors: tuple[type[Exception], ...] = (urllib3.exceptions.HTTPError, *CONNECTION_ERRORS)
+        self._server = urllib3.util.parse_url(url)._replace(path=None).url
+        options: dict[str, Any] = {
+            "ssl_context": context,
+            "server_hostname": server_name,
+            "retries": urllib3.Retry(total=1, connect=0, redirect=0, status=0),
+            "maxsize": MAX_CONNECTIONS,
+        }
+        if proxy.lower().startswith("socks"):
+            from urllib3.contrib.socks import SOCKSProxyManager
+
+            self._manager: urllib3.PoolManager = SOCKSProxyManager(proxy, **options)
+        else:
+            self._manager = urllib3.ProxyManager(proxy, **options)
+
+    def open(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        timeout_s: float,
+        read_timeout_s: float | None = None,
+    ) -> urllib3.BaseHTTPResponse:
+        from urllib3 import Timeout
+
+        timeout = Timeout(connect=timeout_s, read=read_timeout_s, total=None if read_timeout_s else timeout_s)
+        return self._manager.urlopen(
+            method, f"{self._server}{path}", headers=headers, body=body, timeout=timeout, preload_content=False
+        )
 
 
 class FileToken:
@@ -213,24 +241,10 @@ def _connected(
     proxy: str | None = None,
 ) -> Access:
     """An Access whose connections share ``context``: otherwise each of them reads the authority again."""
-    options: dict[str, Any] = {
-        "ssl_context": context,
-        "server_hostname": server_name,
-        "retries": retries(),
-        "maxsize": MAX_CONNECTIONS,
-    }
     if proxy is not None:
-        return Access(host, _proxy_manager(proxy)(proxy, **options), authorization)
-    manager = urllib3.PoolManager(**options)
-    return Access(host, manager.connection_from_url(host), authorization, base=urllib3.util.parse_url(host).path or "")
-
-
-def _proxy_manager(proxy: str) -> Callable[..., urllib3.PoolManager]:
-    if not proxy.lower().startswith("socks"):
-        return urllib3.ProxyManager
-    from urllib3.contrib.socks import SOCKSProxyManager
-
-    return SOCKSProxyManager
+        return Access(host, ProxiedConnections(proxy, host, context, server_name), authorization)
+    secured = context if host.startswith("https:") else None
+    return Access(host, Connections(host, secured, server_name), authorization)
 
 
 def _line(error: Exception) -> str:

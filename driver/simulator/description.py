@@ -10,7 +10,6 @@ import re
 import uuid
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
@@ -73,7 +72,7 @@ CpuList = Annotated[str, Meta(pattern=r"^(\d+(-\d+)?(,\d+(-\d+)?)*)?$")]
 NodeName = Annotated[str, Meta(pattern=r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$")]
 Uuid = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
 
-_NODES = files(__package__).joinpath("data", "nodes")
+_NODES = Path(__file__).parent / "data" / "nodes"
 
 MAX_GPUS = 64
 """GPUs of one node."""
@@ -199,7 +198,7 @@ def known_names() -> list[str]:
 
 @cache
 def _built_in(name: str) -> NodeDescription:
-    text = _NODES.joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    text = (_NODES / f"{name}.yaml").read_text(encoding="utf-8")
     return parse_description(read_yaml(text), f"{name} (built in)")
 
 

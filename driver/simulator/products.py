@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from functools import cache, cached_property
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -119,4 +119,4 @@ def _products() -> dict[str, Product]:
 
 
 def _data(name: str) -> bytes:
-    return files(__package__).joinpath("data", f"{name}.json").read_bytes()
+    return (Path(__file__).parent / "data" / f"{name}.json").read_bytes()

@@ -17,7 +17,6 @@ import stat
 import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 
 from driver.simulator import smi_tool
@@ -272,7 +271,7 @@ def _procfs(description: NodeDescription, proc: Path) -> None:
     version = f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {description.driver_version}  (simulated)\n"
     write_file(proc / "driver/nvidia/version", version, 0o444)
     # As a host with driver 580 lists them. 195 is nvidia's registered major, the others are assigned at load.
-    write_file(proc / "devices", files(__package__).joinpath("data", "proc_devices").read_text("ascii"), 0o444)
+    write_file(proc / "devices", (Path(__file__).parent / "data" / "proc_devices").read_text("ascii"), 0o444)
     mig = proc / "driver/nvidia/capabilities/mig"
     write_file(mig / "config", access_text(CONFIG_MINOR), 0o400)
     write_file(mig / "monitor", access_text(MONITOR_MINOR), 0o444)

@@ -85,6 +85,10 @@ class Preparer:
     def prepare(self, reference: ClaimReference) -> Sequence[PreparedDevice]:
         """Make the claim's devices usable. Idempotent: a repeat verifies and repairs.
 
+        A repeat reads the claim, too, as Kubernetes' own library for drivers does. If a pod was deleted by force while
+        its kubelet was down, the claim may have been allocated anew, and the kubelet, which does not compare
+        allocations, asks for the same UID.
+
         If it fails, a claim that was not prepared before leaves nothing behind; what could not be undone stays
         recorded and is undone at the next call or start.
         """

@@ -13,9 +13,9 @@ from urllib.parse import quote
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from driver.connections import MAX_CONNECTIONS
 from driver.errors import FORBIDDEN, ApiError, EnvironmentFault, FatalError
 from driver.kube.client import KubeClient
-from driver.kube.credentials import MAX_CONNECTIONS
 from driver.kube.reads import read_all, read_pods
 from driver.kube.slice_types import ResourceSlice
 from driver.slices.publisher import SLICES

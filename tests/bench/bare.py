@@ -82,7 +82,8 @@ class BarePath:
 
     def _read(self, path: str) -> Claim:
         headers = {"Accept": "application/json", "Authorization": self._access.authorization() or ""}
-        return self._decoder.decode(self._access.pool.urlopen("GET", self._access.url(path), headers=headers).data)
+        response = self._access.connections.open("GET", self._access.target(path), headers, None, READY_S)
+        return self._decoder.decode(response.read())
 
     def _write(self, directory: Path, data: bytes, *, durable: bool) -> None:
         temporary = f"{directory}/.file.tmp"

@@ -152,12 +152,13 @@ class Tenant:
     def create(self, group: str, kind: str, text: str) -> bool:
         """Whether the API server accepts that text, byte by byte, as a new object."""
         headers = {"Authorization": self._access.authorization() or "", "Content-Type": "application/json"}
-        url = self._access.url(f"{group}/namespaces/{TENANT}/{kind}")
+        target = self._access.target(f"{group}/namespaces/{TENANT}/{kind}")
         try:
-            answer = self._access.pool.urlopen("POST", url, headers=headers, body=text.encode())
-        except urllib3.exceptions.ProtocolError:
+            answer = self._access.connections.open("POST", target, headers, text.encode(), ANSWER_S)
+        except ConnectionError:
             return False  # Kubernetes 1.37.1 hangs up on numbers that no float64 holds
-        assert answer.status in (201, 400, 403, 422), answer.data[:500]
+        body = answer.read()
+        assert answer.status in (201, 400, 403, 422), body[:500]
         return bool(answer.status == 201)
 
 

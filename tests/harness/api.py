@@ -9,7 +9,6 @@ from typing import Any
 import urllib3
 
 from driver.errors import ApiError
-from driver.kube.credentials import retries
 
 TIMEOUT_S = 60.0
 MERGE_PATCH = "application/merge-patch+json"
@@ -21,7 +20,8 @@ class Api:
     def __init__(self, server: str, token: str, authority: Path) -> None:
         self._server = server
         self._headers = {"Authorization": f"Bearer {token}"}
-        self._pool = urllib3.PoolManager(ca_certs=str(authority), maxsize=8, retries=retries())
+        once = urllib3.Retry(total=1, connect=0, redirect=0, status=0)
+        self._pool = urllib3.PoolManager(ca_certs=str(authority), maxsize=8, retries=once)
 
     def get(self, path: str) -> dict[str, Any]:
         """The object or list at ``path``."""

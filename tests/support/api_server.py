@@ -17,8 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 from urllib.parse import parse_qs, urlsplit
 
-from urllib3 import PoolManager
-
+from driver.connections import Connections
 from driver.kube.client import KubeClient, RequestObserver
 from driver.kube.credentials import Access
 
@@ -121,7 +120,7 @@ class HttpServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def client(self, token: str = "", agent: str = "test", observe: RequestObserver | None = None) -> KubeClient:
-        access = Access(self.url, PoolManager(retries=0), lambda: f"Bearer {token}" if token else None)
+        access = Access(self.url, Connections(self.url), lambda: f"Bearer {token}" if token else None)
         return KubeClient(access, agent, observe)
 
 
