@@ -10,6 +10,7 @@
     └── FatalError               the process ends with ``exit_code`` and this message
         ├── UsageError           exit code 2: invalid options or input
         └── EnvironmentFault     exit code 3: the machine lacks something
+            └── DriverMissing    NVML can't be used (yet); the node plugin waits for it
 
 A message names the field or object, what was found and what would have been accepted.
 """
@@ -100,3 +101,11 @@ class EnvironmentFault(FatalError):
     """The machine lacks what the process needs (library, permission, directory)."""
 
     exit_code = 3
+
+
+class DriverMissing(EnvironmentFault):
+    """The NVIDIA driver is not installed or not loaded, or NVML refuses to start; ``reason`` says why, in short."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason

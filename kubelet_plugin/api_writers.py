@@ -6,16 +6,18 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from driver.kube.client import KubeClient
+from driver.kube.client import ApiReach, KubeClient, load_configuration
+from driver.kube.events import Recorder
 from driver.kube.reads import owner_reference
 from driver.model.device import Device
 from driver.model.plan import PlanSpec
 from driver.slices.api_server_fields import KeptFields
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
 from driver.slices.publisher import PresentSlices, Publisher, SliceStep, SliceWriteObserver
-from kubelet_plugin.changes import ChangeNotifier
+from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
@@ -33,6 +35,8 @@ from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.status.claim_status import StatusWriter, device_statuses
 from kubelet_plugin.status.events import PluginEvents
 
+NODE_USER_AGENT = "tessera-node"
+
 SLICES_DELAY_SECONDS, STATUS_DELAY_SECONDS = 0.5, 2.0
 """Longest time that slices and status wait for claims in progress: a pod may wait for slices."""
 
@@ -47,6 +51,19 @@ class ApiAccess:
     client: KubeClient
     fields: KeptFields
     events: PluginEvents
+
+
+def api_access(
+    settings: NodeSettings, changes: ChangeNotifier, reach: ApiReach, measurements: Measurements
+) -> tuple[ApiAccess, Recorder]:
+    """The access, and what writes its Events. Raises EnvironmentFault."""
+    fields = KeptFields(partial(changes.report, NodeChange.KEPT_FIELDS))
+    observe = fields.observer(reach.observer(measurements.observe_request))
+    client = KubeClient(load_configuration(settings.kubeconfig, in_own_process=True), NODE_USER_AGENT, observe)
+    recorder = Recorder(client, NODE_USER_AGENT, settings.node_name)
+    return ApiAccess(
+        client, fields, PluginEvents(recorder.event, settings.node_name, measurements.count_event)
+    ), recorder
 
 
 class Publishing:

@@ -12,17 +12,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from driver.clock import Clock
+from driver.errors import DriverMissing, HardwareError
 from driver.hardware.host_paths import boot_id
 from driver.http import Check
-from driver.kube.client import ApiReach, KubeClient, load_configuration
-from driver.kube.events import Recorder
 from driver.kube.types import Claim
 from driver.model.device import number_gpus
 from driver.shutdown import join_all
-from driver.slices.api_server_fields import KeptFields
 from driver.slices.pool_names import Pool
 from driver.step_observer import unobserved
-from kubelet_plugin.api_writers import ApiAccess, Publishing
+from kubelet_plugin.api_writers import Publishing, api_access
+from kubelet_plugin.awaited_hardware import AwaitedHardware
 from kubelet_plugin.cdi.driver_files import DriverFileWatch
 from kubelet_plugin.cdi.spec_files import CdiDirectory
 from kubelet_plugin.cdi.spec_format import SpecFormat
@@ -39,11 +38,11 @@ from kubelet_plugin.claims.time_slices import TimeSlices
 from kubelet_plugin.coexistence.other_drivers import OtherDriverWatch
 from kubelet_plugin.dra.health_service import HealthService
 from kubelet_plugin.dra.service import DraService
-from kubelet_plugin.dra.sockets import PluginSockets, Registry, SocketServer
+from kubelet_plugin.dra.sockets import PluginSockets, serve_kubelet
 from kubelet_plugin.health.monitor import HealthMonitor
 from kubelet_plugin.health.recorded_faults import HealthFile
 from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
-from kubelet_plugin.inventory.open_hardware import open_host, wait_for_driver
+from kubelet_plugin.inventory.open_hardware import open_host, require_driver_files
 from kubelet_plugin.inventory.scan import NvmlEventListener, ScanLoop, Scanner
 from kubelet_plugin.inventory.standalone_offers import check_layouts, setting_warnings
 from kubelet_plugin.metrics import probes
@@ -54,7 +53,7 @@ from kubelet_plugin.reconcile.orphans import Orphans
 from kubelet_plugin.reconcile.recovery import ClaimReconciler, recover
 from kubelet_plugin.reconcile.trials import Trials
 from kubelet_plugin.settings import NodeSettings
-from kubelet_plugin.status.events import EventReason, PluginEvents
+from kubelet_plugin.status.events import EventReason
 from kubelet_plugin.upgrade.instance_lock import claim_directory
 
 if TYPE_CHECKING:
@@ -63,8 +62,6 @@ if TYPE_CHECKING:
     from kubelet_plugin.usage.sampler import UsageSampler
 
 log = logging.getLogger(__name__)
-
-NODE_USER_AGENT = "tessera-node"
 
 SWITCH_INTERVAL_SECONDS = 0.0005
 """How long a busy thread may keep the interpreter from a thread that answers a call; Python's default is 5 ms."""
@@ -87,7 +84,9 @@ class NodePlugin:
         stop: threading.Event | None = None,
         sockets: PluginSockets | None = None,
     ) -> None:
-        """Discover the hardware and recover claims, without requests to API server or kubelet. Raises FatalError.
+        """Discover the hardware and recover claims, without requests to API server or kubelet.
+
+        Raises DriverMissing and HardwareError while the hardware can't be discovered, else FatalError.
 
         This process must own ``settings.state_dir`` (``claim_directory``). ``sockets`` are given if they outlive the
         plugin; then no thread of the plugin writes anything after ``run`` has returned.
@@ -100,7 +99,7 @@ class NodePlugin:
         measurements = self._metrics or Measurements()
         self._step = StepRunner(observer, measurements.observe_step)
         self._background = BackgroundWork(ClaimActivity(), self._probes, measurements, self._step)
-        self._api, self._recorder = _api_access(settings, self._changes, self._probes.reach, measurements)
+        self._api, self._recorder = api_access(settings, self._changes, self._probes.reach, measurements)
         self._events = self._api.events
         self._hardware = ExitStack()
         self._open_hardware()
@@ -123,14 +122,17 @@ class NodePlugin:
     def _open_hardware(self) -> None:
         """Open hardware, checkpoint and CDI directory, discover the GPUs, and watch their health."""
         settings, measurements = self._settings, self._background.measurements
+        require_driver_files(settings)
         host, paths = self._hardware.enter_context(open_host(settings, lasting=True))
         checkpoint = Checkpoint(settings.state_dir)
         with self._step(NodeStep.LOAD_CHECKPOINT):
             records = checkpoint.load()
         self._scanner = Scanner(host, settings, self._events)
         self._known_gpus = KnownGpus(settings.state_dir, boot_id(paths))
-        with self._step(NodeStep.DISCOVER):
+        with self._step(NodeStep.DISCOVER), ExitStack() as failed:
+            failed.callback(self._hardware.close)
             inventory = _discover(self._scanner, records, settings, self._known_gpus)
+            failed.pop_all()
         self._other_drivers = OtherDriverWatch(
             self._api.client, settings, inventory, self._scanner, self._changes, self._events
         )
@@ -274,7 +276,6 @@ class NodePlugin:
             self._publishing.uninstall.finish()
 
     def _serve(self, stack: ExitStack) -> None:
-        settings = self._settings
         background = self._background
         observers = (
             background.measurements.measure,
@@ -283,20 +284,8 @@ class NodePlugin:
             self._health.failed_preparations.observe,
         )
         service = DraService(self._preparer, *observers, waits=self._stores.locks.waits)
-        stack.callback(service.close)
-        handlers = [service.handler(), *self._health_service.handlers()]
-        if self._sockets is not None:
-            stack.callback(self._health_service.close)
-            stack.enter_context(self._sockets.serving(handlers, self._registered))
-            return
-        with self._step(NodeStep.LISTEN):
-            plugin = SocketServer(settings.plugin_socket, handlers)
-        stack.callback(plugin.stop)
-        stack.callback(self._health_service.close)
-        with self._step(NodeStep.OFFER_REGISTRATION):
-            registry = Registry(settings, self._registered)
-        stack.callback(registry.stop)
-        log.info("serving", extra={"driver": settings.driver_name, "socket": str(settings.plugin_socket)})
+        health_service = self._health_service
+        serve_kubelet(stack, self._settings, self._sockets, (service, health_service), self._registered, self._step)
 
     def stop(self) -> None:
         """Ask ``run`` to return."""
@@ -335,11 +324,30 @@ def node_plugin(settings: NodeSettings, stop: threading.Event) -> NodePlugin | R
     if settings.pod_uid:
         from kubelet_plugin.upgrade.rolling_update import RollingInstance  # megabytes that only a rolling update needs
 
-        wait_for_driver(settings, stop)
         return RollingInstance(settings, stop)
     claim_directory(settings.state_dir, stop)
-    wait_for_driver(settings, stop)
-    return None if stop.is_set() else NodePlugin(settings, stop=stop)
+    return discovered_plugin(settings, stop)
+
+
+def discovered_plugin(
+    settings: NodeSettings,
+    stop: threading.Event,
+    observer: Observer = unobserved,
+    sockets: PluginSockets | None = None,
+) -> NodePlugin | None:
+    """Return the plugin once the hardware can be discovered; until then AwaitedHardware serves the kubelet.
+
+    This process must own ``settings.state_dir``. None: ``stop`` was set meanwhile. Raises FatalError.
+    """
+    while not stop.is_set():
+        try:
+            return NodePlugin(settings, observer, stop, sockets)
+        except DriverMissing as error:
+            missing = error.reason
+        except HardwareError as error:
+            missing = str(error)
+        AwaitedHardware(settings, missing, observer, sockets).serve(stop)
+    return None
 
 
 def _metrics(settings: NodeSettings) -> Metrics | None:
@@ -348,19 +356,6 @@ def _metrics(settings: NodeSettings) -> Metrics | None:
     from kubelet_plugin.metrics.metrics import Metrics  # the Prometheus library needs a megabyte
 
     return Metrics()
-
-
-def _api_access(
-    settings: NodeSettings, changes: ChangeNotifier, reach: ApiReach, measurements: Measurements
-) -> tuple[ApiAccess, Recorder]:
-    """The access, and what writes its Events."""
-    fields = KeptFields(partial(changes.report, NodeChange.KEPT_FIELDS))
-    observe = fields.observer(reach.observer(measurements.observe_request))
-    client = KubeClient(load_configuration(settings.kubeconfig, in_own_process=True), NODE_USER_AGENT, observe)
-    recorder = Recorder(client, NODE_USER_AGENT, settings.node_name)
-    return ApiAccess(
-        client, fields, PluginEvents(recorder.event, settings.node_name, measurements.count_event)
-    ), recorder
 
 
 def _discover(

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pynvml
 
-from driver.errors import EnvironmentFault, HardwareError
+from driver.errors import DriverMissing, EnvironmentFault, HardwareError
 from driver.hardware.device_nodes import DeviceNodes
 from driver.hardware.events import Events
 from driver.hardware.gpu_properties import read_gpu, with_cliques
@@ -46,6 +46,19 @@ class Discovery:
 
 
 T = TypeVar("T")
+
+
+class MissingNvml:
+    """The pynvml functions while the driver is missing: a session starts, and every call in it fails."""
+
+    def nvmlInit(self) -> None:  # noqa: N802 - the name in pynvml
+        """Start the session."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def fail(*_arguments: object) -> Any:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+
+        return fail
 
 
 class TimeoutRunner:
@@ -87,6 +100,8 @@ def load_nvml(library: Path | None) -> Any:
     if library is not None:
         try:
             pynvml.nvmlLib = CDLL(str(library))
+            # It may have functions of the library that was found before the driver was replaced.
+            pynvml._nvmlGetFunctionPointer_cache.clear()  # noqa: SLF001 - pynvml has no other way
         except OSError as error:
             raise EnvironmentFault(
                 f"--nvml-library {library}: can't be loaded ({error}); expected the driver's libnvidia-ml.so.1"
@@ -107,7 +122,7 @@ class Host(MigOperations):
     """
 
     def __init__(self, nvml: Any, paths: HostPaths, *, simulated: bool, driver_root: Path = HOST) -> None:
-        """Start the session. Raises EnvironmentFault where NVML is missing or refuses to start."""
+        """Start the session. Raises DriverMissing where NVML is missing or refuses to start."""
         super().__init__(nvml)
         self._paths = paths
         self._simulated = simulated
@@ -119,9 +134,10 @@ class Host(MigOperations):
         try:
             nvml.nvmlInit()
         except pynvml.NVMLError as error:
-            raise EnvironmentFault(
+            raise DriverMissing(
                 f"NVML can't be used: {described(error)}; is the NVIDIA driver (550 or newer) installed and loaded? "
-                "--nvml-library names the library, --gpus sim:dgx-h100 simulates a node without GPUs"
+                "--nvml-library names the library, --gpus sim:dgx-h100 simulates a node without GPUs",
+                f"NVML says {described(error)}",
             ) from error
 
     def close(self) -> None:

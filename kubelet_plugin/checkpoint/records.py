@@ -114,6 +114,10 @@ class ClaimRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
         """Whether its claim was prepared in the boot with this id: its partitions exist unless they were lost."""
         return self.phase == "prepared" and not self.releasing and self.boot in ("", boot)
 
+    def is_of_earlier_boot(self, boot: str) -> bool:
+        """Whether it was written before the boot with this id: none of its partitions exists any more."""
+        return bool(self.boot and boot) and self.boot != boot
+
     @property
     def reference(self) -> ClaimReference:
         return ClaimReference(self.namespace, self.name, self.uid)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from driver.errors import StateError
+from driver.errors import HardwareError, StateError
 from driver.model.device import Device, devices_of, share_index
 from driver.model.offer import SHARE, DeviceKind, Spot
 from driver.slices.pool_names import Pool
@@ -22,6 +23,7 @@ class ClaimStores:
     """Where claims are kept: records on disk, devices in memory, specs for the container runtime; and their locks.
 
     ``pool``: of the node's devices. ``boot``: the machine's boot id, because partitions do not outlive a boot.
+    ``missing_driver``: why the node's GPUs are not known yet; None: they are.
     """
 
     pool: Pool
@@ -30,6 +32,13 @@ class ClaimStores:
     cdi: CdiDirectory
     locks: KeyedLocks
     boot: str = ""
+    missing_driver: Callable[[], str | None] = lambda: None
+
+    def require_driver(self, what: str) -> None:
+        """Raise HardwareError that ``what`` is impossible as long as the node's driver is missing."""
+        missing = self.missing_driver()
+        if missing is not None:
+            raise HardwareError(f"{what} before the node's NVIDIA driver can be used: {missing}")
 
     def prepared(self) -> list[ClaimRecord]:
         """The claims that were prepared in this boot: what they hold exists unless it was lost."""

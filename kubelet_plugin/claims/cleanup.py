@@ -124,6 +124,7 @@ class ClaimCleanup:
         if device is None:
             if not uuid.startswith(PARTITION_UUID_PREFIX):
                 return None
+            stores.require_driver(f"claim {reference}: partition {uuid} ({name}) can't be removed")
             raise ClaimError(
                 f"claim {reference}: its CDI spec names partition {uuid} ({name}), of a GPU that did not answer since "
                 "the plugin started; the partition is removed once the GPU is back; if the GPU is gone for good, "
@@ -204,8 +205,11 @@ class ClaimCleanup:
     def _remove_partition(self, record: ClaimRecord, device: DeviceRecord) -> None:
         if device.kind is not DeviceKind.PARTITION or device.preexisting:
             return
+        if record.is_of_earlier_boot(self._stores.boot):
+            return  # the reboot has removed it, and what is there now is somebody else's
         gpu = self._stores.inventory.gpu(device.gpu_uuid)
         if gpu is None:
+            self._stores.require_driver(f"claim {record}: partition {device.device} can't be removed")
             raise ClaimError(
                 f"claim {record}: {device.device} is on {device.gpu_uuid}, which did not answer since the plugin "
                 "started; its partition is removed once the GPU is back; where it is gone for good, delete "

@@ -217,6 +217,8 @@ class Preparer:
         elif record is not None and record.prepared_in_this_boot(stores.boot):
             prepared = self._ensure_prepared(record, allocated, {})
         else:
+            if record is not None and record.is_of_earlier_boot(stores.boot):
+                record = None  # nothing of it exists: what is at its placements now is somebody else's
             prepared = self._prepare_first(reference, record, allocated)
         if prepared is not record:
             self._changes.report(NodeChange.PREPARED)

@@ -11,18 +11,19 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from driver.errors import EnvironmentFault
+from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
 from kubelet_plugin.dra.call_proxy import CallProxy, Handlers
-from kubelet_plugin.dra.health_service import MAX_STREAMS
+from kubelet_plugin.dra.health_service import MAX_STREAMS, HealthService
 from kubelet_plugin.dra.health_service import VERSIONS as HEALTH_VERSIONS
 from kubelet_plugin.dra.protocol.generated import registration_v1_pb2 as messages
-from kubelet_plugin.dra.service import VERSION, rpc_handler
+from kubelet_plugin.dra.service import VERSION, DraService, rpc_handler
 from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.upgrade.instance_lock import InstanceLock
 
@@ -41,6 +42,35 @@ REGISTRATION_TIMEOUT_SECONDS = 30.0
 
 Registered = Callable[[bool, str], None]
 """(whether the kubelet accepted the registration, why not); also if none has called for long."""
+
+
+def serve_kubelet(
+    stack: ExitStack,
+    settings: NodeSettings,
+    sockets: PluginSockets | None,
+    services: tuple[DraService, HealthService],
+    registered: Registered,
+    step: StepRunner,
+) -> None:
+    """Register with the kubelet and answer its calls until ``stack`` is unwound. Raises EnvironmentFault.
+
+    ``sockets`` are those of a rolling update; None: the plugin is the only one on its node, and makes its own.
+    """
+    dra, health = services
+    handlers = [dra.handler(), *health.handlers()]
+    stack.callback(dra.close)
+    if sockets is not None:
+        stack.callback(health.close)
+        stack.enter_context(sockets.serving(handlers, registered))
+        return
+    with step(NodeStep.LISTEN):
+        plugin = SocketServer(settings.plugin_socket, handlers)
+    stack.callback(plugin.stop)
+    stack.callback(health.close)
+    with step(NodeStep.OFFER_REGISTRATION):
+        registry = Registry(settings, registered)
+    stack.callback(registry.stop)
+    log.info("serving", extra={"driver": settings.driver_name, "socket": str(settings.plugin_socket)})
 
 
 class SocketServer:

@@ -1,54 +1,53 @@
-"""Opening the node's hardware: real GPUs, once their driver is installed, or a simulated node."""
+"""Opening the node's hardware: real GPUs, or a simulated node."""
 
 from __future__ import annotations
 
 import json
-import logging
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from driver.config.shared_flags import SIMULATED_NODES
-from driver.errors import EnvironmentFault, UsageError
+from driver.errors import DriverMissing, EnvironmentFault, RecoverableError, UsageError
 from driver.hardware.host import Host, load_nvml
 from driver.hardware.host_paths import HOST, HostPaths, find_nvml, missing_driver, real_gpus, summary
-from driver.http import Check, health_pages, serve
 from kubelet_plugin.settings import NodeSettings
 
 if TYPE_CHECKING:
     from driver.simulator.node import SimulatedNode
     from driver.simulator.state.latency import Latency
 
-log = logging.getLogger(__name__)
 
-DRIVER_CHECK_INTERVAL_SECONDS = 2.0
+def host_paths(settings: NodeSettings) -> HostPaths:
+    """Where the host's files are: those of the machine, or of the simulated node that lasts."""
+    if settings.simulated is None:
+        return HostPaths(settings.host_root, HOST)
+    root = settings.host_root if settings.host_root != HOST else SIMULATED_NODES / settings.node_name
+    return HostPaths(root, root)
 
 
-def wait_for_driver(settings: NodeSettings, stop: threading.Event) -> None:
-    """Return when a container (the GPU Operator's) has installed the driver, or ``stop`` is set.
+def require_driver_files(settings: NodeSettings) -> None:
+    """Call it before NVML's library is loaded. Raises DriverMissing until a container (the GPU Operator's) has
+    installed its driver completely."""
+    if settings.simulated is None and settings.driver_root != HOST:
+        missing = missing_driver(host_paths(settings), settings.driver_root)
+        if missing is not None:
+            raise DriverMissing(f"--driver-root {settings.driver_root}: {missing}", missing)
 
-    The process is alive and not ready meanwhile. A driver of the host itself is not waited for: an administrator has to
-    install it.
-    """
-    if settings.simulated is not None or settings.driver_root == HOST:
-        return
-    paths = HostPaths(settings.host_root, HOST)
-    if missing_driver(paths, settings.driver_root) is None:
-        return
-    with ExitStack() as stack:
-        ready = [Check("driver", lambda: missing_driver(paths, settings.driver_root))]
-        serve(stack, [("--health-address", settings.health_address, lambda: health_pages([], ready))])
-        logged = None
-        while (missing := missing_driver(paths, settings.driver_root)) is not None and not stop.is_set():
-            if missing != logged:
-                log.warning("waits for the NVIDIA driver of --driver-root", extra={"missing": missing})
-                logged = missing
-            stop.wait(DRIVER_CHECK_INTERVAL_SECONDS)
-    if not stop.is_set():
-        log.info("the NVIDIA driver is there", extra={"driverRoot": str(settings.driver_root)})
+
+def missing_hardware(settings: NodeSettings) -> str | None:
+    """Why the GPUs can't be found at present; None if they can. Raises FatalError if that will stay so."""
+    try:
+        require_driver_files(settings)
+        with open_host(settings, lasting=True) as (host, _):
+            host.discover()
+    except DriverMissing as error:
+        return error.reason
+    except RecoverableError as error:
+        return str(error)
+    return None
 
 
 @contextmanager
@@ -61,14 +60,17 @@ def open_host(settings: NodeSettings, *, lasting: bool, machine: Path = HOST) ->
     """
     with ExitStack() as stack:
         if settings.simulated is None:
-            paths = HostPaths(settings.host_root, HOST)
+            paths = host_paths(settings)
             host = Host(
                 load_nvml(_nvml_library(settings, paths)), paths, simulated=False, driver_root=settings.driver_root
             )
         else:
             if lasting:
                 refuse_beside_real_gpus(settings.gpus, machine)
-            paths = _simulated_paths(settings, stack, lasting=lasting)
+            paths = host_paths(settings)
+            if not lasting and settings.host_root == HOST:
+                root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tessera-sim-")))
+                paths = HostPaths(root, root)
             host = _simulated(settings, paths, lasting=lasting)
         stack.callback(host.close)
         yield host, paths
@@ -91,16 +93,6 @@ def refuse_beside_real_gpus(gpus: str, machine: Path) -> None:
             f"--gpus {gpus}: this machine has real GPUs ({summary(signs)}); simulated ones are for machines without; "
             "leave --gpus out, or keep the node plugin off this node"
         )
-
-
-def _simulated_paths(settings: NodeSettings, stack: ExitStack, *, lasting: bool) -> HostPaths:
-    if settings.host_root != HOST:
-        root = settings.host_root
-    elif lasting:
-        root = SIMULATED_NODES / settings.node_name
-    else:
-        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tessera-sim-")))
-    return HostPaths(root, root)
 
 
 def _simulated(settings: NodeSettings, paths: HostPaths, *, lasting: bool) -> Host:

@@ -56,7 +56,7 @@ def recover(stores: ClaimStores, cleanup: ClaimCleanup, steps: StepRunner) -> No
     for record in records:
         stores.hold_record(record)
     with steps(NodeStep.TIDY_CDI_SPECS):
-        _tidy_specs(stores)
+        tidy_specs(stores)
     for record in records:
         with steps(NodeStep.RECOVER_RECORD, claim=record):
             try:
@@ -67,7 +67,7 @@ def recover(stores: ClaimStores, cleanup: ClaimCleanup, steps: StepRunner) -> No
                 log.error("can't release what is left of a claim yet", extra=extra)
 
 
-def _tidy_specs(stores: ClaimStores) -> None:
+def tidy_specs(stores: ClaimStores) -> None:
     """Remove half-written specs; hold the devices of specs whose claim has no readable record."""
     try:
         stores.cdi.remove_half_written()

@@ -22,16 +22,17 @@ import grpc
 import msgspec
 
 from driver.clock import wait_until
-from driver.errors import EnvironmentFault, RecoverableError
+from driver.errors import DriverMissing, EnvironmentFault, RecoverableError
 from driver.http import Check, health_pages, serve
 from driver.kube.client import KubeClient, load_configuration
 from driver.kube.reads import owner_reference
 from driver.step_observer import StepObserver, observed, unobserved
-from kubelet_plugin.app import NODE_USER_AGENT, NodePlugin
+from kubelet_plugin.api_writers import NODE_USER_AGENT
+from kubelet_plugin.app import NodePlugin, discovered_plugin
 from kubelet_plugin.checkpoint.records import check_readable
 from kubelet_plugin.dra.call_proxy import connect
 from kubelet_plugin.dra.sockets import PluginSockets
-from kubelet_plugin.inventory.open_hardware import open_host
+from kubelet_plugin.inventory.open_hardware import open_host, require_driver_files
 from kubelet_plugin.settings import NodeSettings, plugin_socket
 from kubelet_plugin.upgrade.instance_lock import InstanceLock, is_listening, sibling_sockets
 
@@ -214,7 +215,7 @@ class RollingInstance:
     def _ask(self, owner: Path, awake: ExitStack) -> HandOverAnswer:
         try:
             preflight(self._settings, awake)
-        except RecoverableError as error:
+        except (RecoverableError, DriverMissing) as error:
             return HandOverAnswer(HandOverResult.NOT_YET, f"the new plugin could not serve the node: {error}")
         with observed(self._observer, HandOver.ASK):
             return ask(owner, self._settings.plugin_socket, version("tessera-dra"))
@@ -254,13 +255,14 @@ class RollingInstance:
         if self._stop.is_set():
             return
         with observed(self._observer, HandOver.RECOVER):
-            plugin = NodePlugin(self._settings, stop=self._ended, sockets=self._sockets)
-        log.info("active on this node", extra={"podUID": self._settings.pod_uid})
-        self._plugin = plugin
-        try:
-            plugin.run()
-        finally:
-            self._plugin = None
+            plugin = discovered_plugin(self._settings, self._ended, sockets=self._sockets)
+        if plugin is not None:
+            log.info("active on this node", extra={"podUID": self._settings.pod_uid})
+            self._plugin = plugin
+            try:
+                plugin.run()
+            finally:
+                self._plugin = None
         with observed(self._observer, HandOver.RELEASE):
             self._lock.release()
         self._released.set()
@@ -334,12 +336,13 @@ class RollingInstance:
 def preflight(settings: NodeSettings, awake: ExitStack) -> None:
     """Check that this process could serve the node, before it asks for the node; only reads.
 
-    Raises RecoverableError for transient failures, FatalError for permanent ones. The driver's library stays open in
-    ``awake`` until the next check: idle GPUs take seconds to initialize.
+    Raises RecoverableError and DriverMissing for transient failures, FatalError for permanent ones. The driver's
+    library stays open in ``awake`` until the next check: idle GPUs take seconds to initialize.
     """
     check_readable(settings.state_dir)
     access = load_configuration(settings.kubeconfig, in_own_process=True)
     owner_reference(KubeClient(access, NODE_USER_AGENT), settings.node_name)
+    require_driver_files(settings)
     with ExitStack() as stack:
         host, _ = stack.enter_context(open_host(settings, lasting=True))
         host.discover()

@@ -29,7 +29,8 @@ import driver.simulator.node  # noqa: F401
 from driver.logs import configure_logs
 from driver.slices import publisher
 from driver.step_observer import Moment
-from kubelet_plugin.app import NodePlugin
+from kubelet_plugin import awaited_hardware
+from kubelet_plugin.app import NodePlugin, discovered_plugin
 from kubelet_plugin.settings import NodeSettings, node_settings
 from kubelet_plugin.status import claim_status as status_writer
 from kubelet_plugin.upgrade.rolling_update import RollingInstance
@@ -86,18 +87,17 @@ def become_plugin(folder: Path, settings: dict[str, Any]) -> NoReturn:
 
 
 def run_plugin(settings: NodeSettings, orders: Orders) -> None:
-    if settings.pod_uid:
-        stop = threading.Event()
-        signal.signal(signal.SIGTERM, lambda *_: stop.set())
-        return RollingInstance(settings, stop, orders).run()
-    plugin = NodePlugin(settings, orders)
-    signal.signal(signal.SIGTERM, lambda *_: plugin.stop())
-    return plugin.run()
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    plugin = RollingInstance(settings, stop, orders) if settings.pod_uid else discovered_plugin(settings, stop, orders)
+    if plugin is not None:
+        plugin.run()
 
 
 def main(address: str) -> None:
     # Hundreds of plugins wait for these in turn; but not the reconciler: it must find nothing to repair after a kill.
     publisher.COALESCE_INTERVAL_SECONDS = status_writer.CLAIM_STATUS_COALESCE_SECONDS = 0.005
+    awaited_hardware.HARDWARE_CHECK_INTERVAL_SECONDS = 0.1
     with socket.socket(socket.AF_UNIX) as listener:
         # Whoever sees the address may connect: it gets its name when somebody listens.
         unnamed = Path(address).with_name("z")

@@ -6,18 +6,22 @@ import logging
 import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import yaml
 
 from driver.errors import EnvironmentFault, HardwareError
 from driver.hardware.device_nodes import DeviceNodes
 from driver.hardware.host_paths import HostPaths, device_root, find_nvml, missing_driver
+from kubelet_plugin import awaited_hardware
+from kubelet_plugin.app import discovered_plugin
 from kubelet_plugin.cdi.driver_files import find_driver_files
-from kubelet_plugin.inventory import open_hardware
-from kubelet_plugin.inventory.open_hardware import open_host, refuse_beside_real_gpus, wait_for_driver
+from kubelet_plugin.inventory.open_hardware import open_host, refuse_beside_real_gpus
 from kubelet_plugin.settings import NodeSettings, node_settings
 from tests.harness.waiting import wait_for
+from tests.support.faulty_api import kubeconfig_of
 from tests.support.metrics import fetch
 from tests.support.node import NodeUnderTest, start_node
 from tests.support.ports import kept_port
@@ -121,33 +125,27 @@ def port() -> Iterator[int]:
         yield kept
 
 
-def test_a_plugin_that_starts_before_the_driver_waits_says_so_and_is_not_killed_for_it(
-    host: Path, port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_plugin_that_starts_before_the_driver_waits_says_so_and_loads_nothing_of_it_before_it_is_complete(
+    host: Path, root: Path, port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(open_hardware, "DRIVER_CHECK_INTERVAL_SECONDS", 0.1)
-    version = host / "proc/driver/nvidia/version"
+    monkeypatch.setattr(awaited_hardware, "HARDWARE_CHECK_INTERVAL_SECONDS", 0.1)
+    version, stop = host / "proc/driver/nvidia/version", threading.Event()
     version.rename(host / "later")
-    stop = threading.Event()
-    wanted = settings(host, health_address=f"127.0.0.1:{port}")
-    waiting = threading.Thread(target=wait_for_driver, args=(wanted, stop), daemon=True)
-    with caplog.at_level(logging.INFO):
-        waiting.start()
-        wait_for(lambda: "waits for the NVIDIA driver of --driver-root" in caplog.messages, 60, "it says so")
+    (root / "config").write_text(yaml.safe_dump(dict(kubeconfig_of("http://127.0.0.1:9"))))
+    folders = {"kubeconfig": root / "config", "kubelet_dir": root / "kubelet", "cdi_dir": root / "cdi"}
+    wanted = settings(host, health_address=f"127.0.0.1:{port}", **folders)
+    with ThreadPoolExecutor(1) as pool, caplog.at_level(logging.INFO):
+        plugin = pool.submit(discovered_plugin, wanted, stop)
+        wait_for(lambda: "serving" in caplog.messages, 60, "the kubelet can call it")
+        assert "waits for the NVIDIA driver" in caplog.messages
         assert fetch(port, "/livez")[0] == 200
         assert "[-]driver failed" in fetch(port, "/readyz")[1]
+        assert "the kernel module is not loaded" in fetch(port, "/readyz")[1]
         (host / "later").rename(version)
-        waiting.join(60)
-    assert not waiting.is_alive()
-    assert caplog.messages[-1] == "the NVIDIA driver is there"
-
-
-def test_waiting_for_the_driver_ends_with_the_process(tmp_path: Path) -> None:
-    stop = threading.Event()
-    waiting = threading.Thread(target=wait_for_driver, args=(settings(tmp_path), stop), daemon=True)
-    waiting.start()
-    stop.set()
-    waiting.join(60)
-    assert not waiting.is_alive()
+        ended = plugin.exception(60)
+    assert isinstance(ended, EnvironmentFault)
+    assert re.search(r"libnvidia-ml\.so\.580\.95\.05: can't be loaded", str(ended)), "the test's library is none"
+    assert list((root / "kubelet" / "plugins_registry").iterdir()) == []
 
 
 @pytest.mark.parametrize("sign", ["dev/nvidia0", "proc/driver/nvidia/gpus/0000:1b:00.0", "pci"])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from driver.errors import HardwareError, RecoverableError
+from driver.model.gpu import Placement
 from driver.step_observer import Moment
 from kubelet_plugin.claims.killable_steps import NodeStep, Observer
 from tests.support.node import start_node
@@ -92,3 +93,44 @@ def test_a_failed_prepare_undoes_what_it_did(tmp_path: Path, step: NodeStep, mom
     assert node.nothing_left()
     assert node.held() == set()
     assert node.preparer.prepare(claim)
+
+
+def test_after_a_reboot_somebody_elses_partition_at_the_place_of_a_claims_own_is_neither_taken_nor_destroyed(
+    tmp_path: Path,
+) -> None:
+    node = start_node(tmp_path)
+    claim = node.api.allocate("infer", SMALL)
+    node.preparer.prepare(claim)
+    node.simulated.reboot()
+    again = node.restart()
+    gpu = again.node.inventory.gpus[0]
+    profile = gpu.profile_named("1g.10gb")
+    assert profile is not None
+    again.host.set_mig_mode(gpu, enabled=True)
+    foreign = again.host.create_gpu_instance(gpu, profile, Placement(6, 1))
+    with pytest.raises(HardwareError, match="taken by GPU instance"):
+        again.preparer.prepare(claim)
+    again.preparer.unprepare(claim)
+    assert again.partitions() == [foreign]
+    assert again.records() == []
+    assert again.held() == set()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize(
+    "step", [NodeStep.CREATE_GPU_INSTANCE, NodeStep.CREATE_COMPUTE_INSTANCE, NodeStep.WRITE_CDI_SPEC]
+)
+def test_a_crash_while_a_claim_is_prepared_again_after_a_reboot_leaves_no_partition(
+    tmp_path: Path, step: NodeStep, moment: Moment
+) -> None:
+    node = start_node(tmp_path)
+    claim = node.api.allocate("infer", SMALL)
+    node.preparer.prepare(claim)
+    node.simulated.reboot()
+    cut_off = node.restart(crash_at(step, moment))
+    with pytest.raises(Crash):
+        cut_off.preparer.prepare(claim)
+    again = cut_off.restart()
+    again.preparer.unprepare(claim)
+    assert not any(again.partitions(gpu) for gpu in range(8))
+    assert again.records() == []

@@ -38,7 +38,7 @@ from tests.harness.waiting import wait_for
 from tests.support.api_server import SLICES, ObjectApi
 from tests.support.claims import DRIVER, NODE, result
 from tests.support.faulty_api import kubeconfig_of
-from tests.support.killable import KillablePlugin, Point, Zygote, zygote_in
+from tests.support.killable import KillablePlugin, Point, Zygote
 from tests.support.kubelet import KnownClaim
 from tests.support.ports import kept_port
 from tests.support.rolling_kubelet import Cycle, RollingKubelet, rounds
@@ -51,14 +51,6 @@ OLD_DIES = [
 ]
 NEW_DIES = [Point("ask", "before"), Point("ask", "after"), Point("recover", "before"), Point("recover", "after")]
 LEAVING_DIES = [Point("leave", "before"), Point("leave", "after")]
-
-
-@pytest.fixture(scope="module")
-def parent() -> Iterator[Zygote]:
-    with tempfile.TemporaryDirectory(prefix="tz-") as name:
-        (Path(name) / "run").mkdir()
-        with zygote_in(Path(name), Path(name)) as found:
-            yield found
 
 
 @dataclass
