@@ -43,6 +43,35 @@ def test_a_plugin_killed_between_prepare_and_unprepare_still_cleans_up(
     assert plugin.nothing_left()
 
 
+def test_after_a_reboot_pods_end_before_the_driver_is_loaded_and_new_ones_are_told_what_they_wait_for(
+    workloads: Workloads, plugin: PluginProcess
+) -> None:
+    workloads.running(workloads.pod("old", workloads.claim("old", request(SMALL))))
+    plugin.stop()
+    workloads.pod("new", workloads.claim("new", request(FULL)))
+    wait_for(lambda: workloads.allocated("new"), 60, "the allocation")
+    plugin.fault("reboot")
+    plugin.fault("fail", "nvmlInit", "--code", "DRIVER_NOT_LOADED")
+    plugin.spawn()
+    try:
+        wait_for(plugin.registered, 60, "the registration without a driver")
+        workloads.delete_pods("old")
+        assert plugin.records() == plugin.cdi_specs() == []
+        told = "can't be prepared before the node's NVIDIA driver can be used: NVML says DRIVER_NOT_LOADED"
+        wait_for(lambda: any(told in message for message in events(plugin.cluster, "new")), 60, "the pod's Event")
+    finally:
+        plugin.fault("clear")
+    workloads.running("new")
+    assert "the NVIDIA driver is there" in plugin.log.read_text()
+
+
+def events(cluster: Cluster, pod: str) -> list[str]:
+    """What the kubelet says about the pod's claims."""
+    path = f"/api/v1/namespaces/default/events?fieldSelector=involvedObject.name%3D{pod},involvedObject.kind%3DPod"
+    found = cluster.api.get(path)["items"]
+    return [event["message"] for event in found if event["reason"] == "FailedPrepareDynamicResources"]
+
+
 def test_a_restarted_kubelet_wipes_the_slices_and_they_are_back(
     workloads: Workloads, plugin: PluginProcess, cluster: Cluster
 ) -> None:
