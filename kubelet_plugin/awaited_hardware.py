@@ -87,10 +87,8 @@ class AwaitedHardware:
         partitions = Partitions(
             host, stores.inventory, UnchangedHardware(), step, publishes_existing=settings.publish_existing
         )
-        reader, time_slices = (
-            ClaimReader(self._api.client, self._api.events.remember_pods),
-            TimeSlices(host, checkpoint, step),
-        )
+        reader = ClaimReader(self._api.client, self._api.events.remember_pods)
+        time_slices = TimeSlices(host, checkpoint, step)
         self._preparer = Preparer(reader, stores, partitions, time_slices, changes, lambda *_: None, step)
         with step(NodeStep.TIDY_CDI_SPECS):
             tidy_specs(stores)
@@ -112,7 +110,7 @@ class AwaitedHardware:
             while not stop.wait(HARDWARE_CHECK_INTERVAL_SECONDS):
                 missing = missing_hardware(settings)
                 if missing is None:
-                    log.info("the NVIDIA driver is there")
+                    log.info("the NVIDIA driver is there", extra={"driverRoot": str(settings.driver_root)})
                     return
                 if missing != self._missing:
                     log.warning("waits for the NVIDIA driver", extra={"missing": missing})
