@@ -146,10 +146,9 @@ class Life:
 
     def _begin(self, shape: Shape, operation: Operation) -> ClaimReference:
         node = self.node
-        node.simulated.reboot()  # MIG mode off
         self.host._spanning.clear()  # what the first partition has to ask
-        for gpu in node.node.inventory.gpus if shape.mig_before else ():
-            node.host.set_mig_mode(gpu, enabled=True)
+        for gpu in node.node.inventory.gpus:
+            node.host.set_mig_mode(gpu, enabled=shape.mig_before)
         results = [result(device, f"r{index}") for index, device in enumerate(shape.devices)]
         claim = node.api.allocate("claim", *results, config=list(shape.config))
         if operation is not Operation.PREPARE:
