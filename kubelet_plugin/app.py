@@ -48,7 +48,7 @@ from kubelet_plugin.inventory.standalone_offers import check_layouts, setting_wa
 from kubelet_plugin.metrics import probes
 from kubelet_plugin.metrics.measurements import Measurements
 from kubelet_plugin.reconcile.claim_activity import BackgroundWork, ClaimActivity
-from kubelet_plugin.reconcile.node_checks import NodeChecks
+from kubelet_plugin.reconcile.node_checks import NodeChecks, OutdatedClaims
 from kubelet_plugin.reconcile.orphans import Orphans
 from kubelet_plugin.reconcile.recovery import ClaimReconciler, recover
 from kubelet_plugin.reconcile.trials import Trials
@@ -203,7 +203,8 @@ class NodePlugin:
         specs = probes.DirectoryProbe(settings.cdi_dir, stores.cdi.probe, probes.CDI_REASONS, self._events, clock)
         self._directory_probes = probes.DirectoryProbes(state, specs)
         nodes, driver_files = self._host.nodes, self._driver_files
-        self._node_checks = NodeChecks(nodes, driver_files, stores, self._health, specs.failure, self._events)
+        outdated = OutdatedClaims(settings.state_dir, stores.boot)
+        self._node_checks = NodeChecks(nodes, driver_files, stores, self._health, specs.failure, self._events, outdated)
         followers = (self._node_checks, self._reconciler, self._health, hardware)
         give_way = self._background.activity.wait_idle(SCAN_DELAY_SECONDS)
         self._scan_loop = ScanLoop(self._scanner, stores.inventory, followers, self._changes, give_way)

@@ -27,6 +27,8 @@ class CdiDirectory:
         self.specs, self._directory, self._restored = specs, directory, restored
         self._prefix = f"{specs.driver}-{CLASS}_"
         self._compared: dict[str, int] = {}
+        self._current: dict[str, tuple[object, ...]] = {}
+        """By claim, its file (inode, size, time of the last change) and what all specs had in common when compared."""
         try:
             directory.mkdir(mode=0o755, parents=True, exist_ok=True)
         except OSError as error:
@@ -105,8 +107,19 @@ class CdiDirectory:
     def is_current(self, uid: str) -> bool:
         """Whether the claim's spec is as it should be: as this process has written or compared it, with the present
         driver files."""
+        try:
+            status = Path(self._path(uid)).stat()
+        except OSError:
+            return False
+        # What is read below may be newer, which the next call then finds.
+        seen = status.st_ino, status.st_size, status.st_mtime_ns, self._compared.get(uid), self.specs.common
+        if self._current.get(uid) == seen:
+            return True
         spec = files.read_if_exists(self._path(uid))
-        return spec is not None and hash(spec) == self._compared.get(uid) and self.specs.is_current(spec)
+        is_current = spec is not None and hash(spec) == self._compared.get(uid) and self.specs.is_current(spec)
+        if is_current:
+            self._current[uid] = seen
+        return is_current
 
     def mounted(self, uid: str) -> list[str]:
         """The host paths that the claim's spec mounts; empty without a valid spec."""
@@ -123,6 +136,7 @@ class CdiDirectory:
 
     def remove(self, uid: str) -> None:
         self._compared.pop(uid, None)
+        self._current.pop(uid, None)
         files.remove(self._path(uid), durable=False)
         self.unreserve(uid)
 

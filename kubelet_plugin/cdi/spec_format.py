@@ -55,19 +55,19 @@ class SpecFormat:
     def __init__(self, driver: str, files: DriverFiles) -> None:
         self.driver = driver
         self._kind = f"{driver}/{CLASS}"
-        self._common = b""
+        self.common = b""
         self.use(files)
 
     def use(self, files: DriverFiles) -> None:
         """Mount these files from now on. Files without CUDA are mounted nowhere: others will come."""
         self._has_cuda = files.has_cuda
-        if self._common and not files.has_cuda:
+        if self.common and not files.has_cuda:
             return
         head = _formatted({"cdiVersion": CDI_VERSION, "kind": self._kind, "devices": []})
         whole = _formatted(
             {"cdiVersion": CDI_VERSION, "kind": self._kind, "devices": [], "containerEdits": _edits(files)}
         )
-        self._common = whole[len(head) - len(OBJECT_END) :]
+        self.common = whole[len(head) - len(OBJECT_END) :]
 
     def encode(self, uid: str, devices: Iterable[CdiDevice]) -> bytes:
         """The content of one claim's file."""
@@ -79,18 +79,18 @@ class SpecFormat:
             for device in devices
         ]
         head = _formatted({"cdiVersion": CDI_VERSION, "kind": self._kind, "devices": own})
-        return head[: -len(OBJECT_END)] + self._common
+        return head[: -len(OBJECT_END)] + self.common
 
     def is_current(self, spec: bytes) -> bool:
         """Whether a spec has what all specs have in common now."""
-        return spec.endswith(self._common)
+        return spec.endswith(self.common)
 
     def room(self, devices: int) -> int:
         """Bytes to reserve for the spec of a claim, before its partitions are created. Raises StateError if the driver
         files are incomplete: containers would run without CUDA."""
         if not self._has_cuda:
             raise StateError(f"the driver files of this node have no {CUDA}: no container could use CUDA")
-        return len(self._common) + DEVICE_BYTES * (devices + 1)
+        return len(self.common) + DEVICE_BYTES * (devices + 1)
 
     def device_id(self, uid: str, device: str) -> str:
         """The qualified CDI name that the kubelet passes to the runtime; unique to the claim."""

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import msgspec
 import pynvml
@@ -23,8 +24,23 @@ PREPARE, UNPREPARE = VERBS = "prepare", "unprepare"
 MOST_CHARACTERS = 300
 """Most characters of the message of a claim."""
 
+RELEASE_GRACE_SECONDS = 5.0
+"""Time for which a release must fail until it is reported: a process that still ends keeps its GPU for a moment, and
+the plugin tries again after 10 s. A failed preparation is reported at once: its pod waits for the kubelet's retry."""
+
 FORGOTTEN_AFTER_SECONDS = 300.0
 """Time after its last attempt when a claim is no longer reported: the kubelet tries again about once a minute."""
+
+
+class Failure(NamedTuple):
+    """What is reported of a claim, and the times of its first and last failed attempt."""
+
+    claim: UnpreparedClaim
+    first_at: float
+    last_at: float
+
+    def is_reported(self, verb: str) -> bool:
+        return verb != UNPREPARE or self.last_at - self.first_at >= RELEASE_GRACE_SECONDS
 
 
 class FailedPreparations:
@@ -38,8 +54,8 @@ class FailedPreparations:
     ) -> None:
         self._changes, self._clock, self._since_start = changes, clock, since_start
         self._lock = threading.Lock()
-        self._failed: dict[tuple[str, str], tuple[UnpreparedClaim, float]] = {}
-        """By verb and UID, with the time of the last attempt."""
+        self._failed: dict[tuple[str, str], Failure] = {}
+        """By verb and UID."""
 
     @contextmanager
     def observe(self, verb: str, claim: ClaimReference) -> Iterator[None]:
@@ -50,28 +66,31 @@ class FailedPreparations:
             self._record(verb, claim, error)
             raise
         with self._lock:
-            ended = [self._failed.pop((failed, claim.uid), None) for failed in VERBS]
-        if any(ended):
+            ended = {verb: self._failed.pop((verb, claim.uid), None) for verb in VERBS}
+        if any(failure is not None and failure.is_reported(verb) for verb, failure in ended.items()):
             self._changes.report(NodeChange.UNPREPARED)
 
     def reported(self, verb: str = PREPARE) -> tuple[UnpreparedClaim, ...]:
         """The claims for which ``verb`` fails: first those not at fault themselves, then the oldest failure."""
         with self._lock:
             recent = self._since_start() - FORGOTTEN_AFTER_SECONDS
-            self._failed = {key: (failed, at) for key, (failed, at) in self._failed.items() if at >= recent}
-            failures = [failed for (failed_verb, _), (failed, _) in self._failed.items() if failed_verb == verb]
+            self._failed = {key: failure for key, failure in self._failed.items() if failure.last_at >= recent}
+            of_verb = (failure for (failed_verb, _), failure in self._failed.items() if failed_verb == verb)
+            failures = [failure.claim for failure in of_verb if failure.is_reported(verb)]
         return tuple(sorted(failures, key=lambda failed: failed.cause is FailureCause.OTHER))[:MOST_UNPREPARED]
 
     def _record(self, verb: str, claim: ClaimReference, error: Exception) -> None:
-        cause, message = _cause(error), str(error)[:MOST_CHARACTERS]
+        cause, message, now = _cause(error), str(error)[:MOST_CHARACTERS], self._since_start()
         with self._lock:
-            before, _ = self._failed.get((verb, claim.uid), (None, 0.0))
+            before = self._failed.get((verb, claim.uid))
             if before is None:
                 failed = UnpreparedClaim(str(claim), claim.uid, written_time(int(self._clock())), cause, message)
             else:
-                failed = msgspec.structs.replace(before, cause=cause, message=message)
-            self._failed[verb, claim.uid] = failed, self._since_start()
-        if before is None or before.cause is not cause:
+                failed = msgspec.structs.replace(before.claim, cause=cause, message=message)
+            failure = Failure(failed, now if before is None else before.first_at, now)
+            self._failed[verb, claim.uid] = failure
+        was_reported = before is not None and before.is_reported(verb) and before.claim.cause is cause
+        if failure.is_reported(verb) and not was_reported:
             self._changes.report(NodeChange.UNPREPARED)
 
 

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 STATE_FILES = (
     "plan.json",
     "gpus.json",
+    "driver-files.json",
     "usage.json",
     "health.json",
     "health.json.damaged-*",

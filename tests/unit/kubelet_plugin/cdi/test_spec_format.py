@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import stat
@@ -15,6 +16,7 @@ import pytest
 from driver.errors import EnvironmentFault, StateError
 from driver.hardware.device_nodes import DeviceNode
 from driver.hardware.host_paths import HostPaths
+from kubelet_plugin.cdi import spec_files
 from kubelet_plugin.cdi.driver_files import DriverFiles, find_driver_files
 from kubelet_plugin.cdi.spec_files import CdiDirectory
 from kubelet_plugin.cdi.spec_format import CdiDevice, Spec, SpecFormat, variable
@@ -288,3 +290,28 @@ def test_a_link_out_of_the_root_stays_inside(host: Host) -> None:
 def test_the_hook_is_used_where_it_is_installed(host: Host) -> None:
     host.file("usr/bin/nvidia-cdi-hook")
     assert host.found().hook == "/usr/bin/nvidia-cdi-hook"
+
+
+def test_the_spec_of_a_claim_is_read_again_only_after_it_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[object] = []
+    read = spec_files.files.read_if_exists
+    monkeypatch.setattr(spec_files.files, "read_if_exists", lambda path: (reads.append(path), read(path))[1])
+    directory = directory_of(tmp_path)
+    directory.write("uid-1", [])
+    reads.clear()
+    for _ in range(3):
+        assert directory.is_current("uid-1")
+    assert len(reads) == 1
+    [file] = tmp_path.iterdir()
+    spec = file.read_bytes()
+    file.write_bytes(spec.replace(b"claim", b"mailc"))
+    os.utime(file, ns=(1, 1))
+    assert not directory.is_current("uid-1")
+    file.write_bytes(spec)
+    assert directory.is_current("uid-1")
+    directory.specs.use(DriverFiles({"/usr/lib64/libcuda.so.1": "/usr/lib64/libcuda.so.2"}, ("/usr/lib64",), None))
+    assert not directory.is_current("uid-1")
+    file.unlink()
+    assert not directory.is_current("uid-1")

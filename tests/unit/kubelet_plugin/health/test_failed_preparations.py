@@ -13,6 +13,7 @@ from kubelet_plugin.checkpoint.gpu_and_claim_locks import LockTimeoutError
 from kubelet_plugin.health.failed_preparations import (
     FORGOTTEN_AFTER_SECONDS,
     MOST_CHARACTERS,
+    RELEASE_GRACE_SECONDS,
     FailedPreparations,
 )
 from kubelet_plugin.inventory.inventory import ClaimReference
@@ -82,13 +83,25 @@ def test_a_claim_that_is_prepared_or_released_is_reported_no_more(calls: Calls, 
 
 def test_a_release_that_fails_is_reported_apart_until_it_succeeds(calls: Calls) -> None:
     calls.fail(HardwareError("IN_USE"), verb="unprepare")
+    calls.now += RELEASE_GRACE_SECONDS
+    calls.fail(HardwareError("IN_USE"), verb="unprepare")
     assert calls.failed.reported() == ()
     [failed] = calls.failed.reported("unprepare")
     assert (failed.claim, failed.message, failed.cause) == ("team/train", "IN_USE", FailureCause.GPU)
+    assert failed.since == "2027-01-15T08:00:00Z"
     assert calls.changes == 1
     calls.succeed("unprepare")
     assert calls.failed.reported("unprepare") == ()
     assert calls.changes == 2
+
+
+def test_a_release_that_fails_only_for_a_moment_is_not_reported(calls: Calls) -> None:
+    for _ in range(3):
+        calls.fail(HardwareError("IN_USE"), verb="unprepare")
+        calls.now += (RELEASE_GRACE_SECONDS - 1) / 3
+    assert calls.failed.reported("unprepare") == ()
+    calls.succeed("unprepare")
+    assert calls.changes == 0
 
 
 def test_another_cause_is_a_change_and_another_message_is_none(calls: Calls) -> None:

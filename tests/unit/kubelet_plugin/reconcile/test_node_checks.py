@@ -12,6 +12,7 @@ import pytest
 from driver.model.plan import PATH
 from kubelet_plugin.inventory import scan
 from kubelet_plugin.inventory.inventory import ClaimReference
+from kubelet_plugin.reconcile.node_checks import OutdatedClaims
 from tests.harness.waiting import wait_for
 from tests.support.claims import DRIVER, NODE
 from tests.support.faulty_api import FaultyApi, PluginOnApi, ask
@@ -82,6 +83,22 @@ def test_specs_name_the_files_of_the_new_driver_and_the_finding_lasts_as_long_as
         assert ask(kubelet, "Unprepare", node.claim) == {"one": ""}
         wait_for(lambda: not node.conditions(), 60, "no container has the old files any more")
         assert not node.events("DeviceRepaired")
+
+
+def test_the_finding_survives_a_restart_of_the_plugin_but_no_reboot(node: Node) -> None:
+    with node.plugin.running() as kubelet:
+        assert ask(kubelet, "Prepare", node.claim) == {"one": ""}
+        old, new = node.replace_driver()
+        wait_for(lambda: str(new) in node.mounts() and node.conditions(), 60, "the new file, and the finding")
+    [condition] = node.conditions()
+    node.api.store(f"{PATH}/{NODE}", spec={}, status={})
+    with node.plugin.running() as kubelet:
+        wait_for(lambda: node.conditions() == [condition], 60, "the finding is there again")
+        assert str(old) in condition
+        assert ask(kubelet, "Unprepare", node.claim) == {"one": ""}
+        wait_for(lambda: not node.conditions(), 60, "no container has the old files any more")
+    [kept] = node.root.rglob("driver-files.json")
+    assert OutdatedClaims(kept.parent, "another boot").gone == {}
 
 
 def test_a_node_without_claims_only_says_once_that_its_driver_has_changed(node: Node) -> None:
