@@ -23,7 +23,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 Object = dict[str, Any]
 
 CLAIM_SIZE, RESOURCE_SIZE = "claim-size.gpu.tessera.dev", "extended-resource-size.gpu.tessera.dev"
-FULL, SMALL, OWN, LISTED = "gpu-training", "gpu-inference-1g-10gb", "of-an-admin", "partitions-of-an-admin"
+FULL, SMALL, OWN = "gpu-training", "gpu-inference-1g-10gb", "of-an-admin"
+LISTED, COUNTED = "partitions-of-an-admin", "gpus-of-an-admin"
+LISTS = {"partitionClasses": [LISTED], "countedClasses": [COUNTED]}
 LARGEST = 2**63 - 1
 IMPLICIT = "deviceclass.resource.kubernetes.io/"
 EXTENDED = {"annotations": {"resource.kubernetes.io/extended-resource-claim": "true"}}
@@ -74,7 +76,7 @@ def cluster() -> Iterator[Cluster]:
         running.api.patch(
             "/api/v1/namespaces/default", {"metadata": {"labels": {"resource.kubernetes.io/admin-access": "true"}}}
         )
-        install(running, {"extendedResourceNames": [FULL, SMALL], "admission": {"partitionClasses": [LISTED]}})
+        install(running, {"extendedResourceNames": [FULL, SMALL], "admission": LISTS})
         for kind, more in TENANT.items():
             running.apply(
                 {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": kind,
@@ -100,6 +102,7 @@ def cluster() -> Iterator[Cluster]:
             [some(5), either(1, 4, name="b")], "9 partitions together; 8", id="the largest alternative counts"
         ),
         pytest.param([some(9, LISTED)], "9 partitions together; 8", id="a class that the values list"),
+        pytest.param([some(17, COUNTED)], "17 devices together; 16 are allowed", id="an admin's own full GPUs"),
         pytest.param([some(17, FULL)], "17 devices together; 16 are allowed", id="full GPUs"),
         pytest.param([some(8), some(9, FULL, "b")], "17 devices together; 16", id="together with partitions"),
         pytest.param([some(8), some(9, OWN, "b")], "17 devices together; 16", id="together with other devices"),

@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 
+from driver.errors import ApiError
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
 from tests.harness.waiting import wait_for
-from tests.support.chart import install
+from tests.support.chart import ANY_SIZE, Values, install
 from tests.support.command import run_tessera
 from tests.support.control_plane import control_plane
 from tests.support.controller import ControllerProcess
 from tests.support.plugin import PluginFlags, PluginProcess, bare_node
 from tests.support.scheduling import asked
-from tests.support.workloads import PODS, TEMPLATES
+from tests.support.workloads import CLAIMS, PODS, TEMPLATES
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -24,13 +25,14 @@ SOON_S = 90.0
 SMALL = "gpu-inference-1g-10gb"
 OF_CLASS = "deviceclass.resource.k8s.io/devices"
 RETRIES = 4
+NAMES: Values = {"extendedResourceNames": ["gpu-training"]}
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """With one node, a quota of one small partition and no full GPU, and a pod that has the partition."""
     with control_plane("quota") as running:
-        install(running, {"extendedResourceNames": ["gpu-training"]})
+        install(running, {**NAMES, **ANY_SIZE})
         plugin = PluginProcess(running, bare_node(running, "n1"), PluginFlags())
         controller = ControllerProcess(running)
         controller.start()
@@ -50,8 +52,8 @@ def cluster() -> Iterator[Cluster]:
         plugin.stop()
 
 
-def ask(cluster: Cluster, name: str) -> None:
-    claims = [{"name": "gpu", "resourceClaimTemplateName": "slice"}]
+def ask(cluster: Cluster, name: str, template: str = "slice") -> None:
+    claims = [{"name": "gpu", "resourceClaimTemplateName": template}]
     container = {"resources": {"claims": [{"name": "gpu"}]}}
     cluster.api.post(PODS, busybox_pod(name, container=container, resourceClaims=claims))
 
@@ -79,6 +81,64 @@ def test_a_pod_of_a_template_is_told_the_quota_once_however_often_it_is_tried_ag
     answer = run_tessera(cluster, "why", "pod/second").output
     assert "OverQuota" in answer
     assert part in answer
+
+
+def test_twenty_pods_over_quota_have_one_event_each(cluster: Cluster) -> None:
+    """After as many retries of kube-controller-manager as left 248 Events of 20 pods before."""
+    names = [f"many-{number}" for number in range(20)]
+    for name in names:
+        ask(cluster, name)
+    for name in names:
+        assert over_quota(cluster, name, f"1 of 1 {SMALL}.{OF_CLASS} used") == 1
+    failed = "FailedResourceClaimCreation"
+    wait_for(lambda: len(events(cluster, names[0], failed)) >= RETRIES, SOON_S, "they were tried again")
+    assert [over_quota(cluster, name, "the ResourceQuota gpus") for name in names] == [1] * len(names)
+    answer = run_tessera(cluster, "why").output
+    assert answer.count("OverQuota") >= len(names)
+
+
+def test_a_pod_with_alternatives_is_told_which_of_them_is_over_quota(cluster: Cluster) -> None:
+    alternatives = [{"name": "slice", "deviceClassName": SMALL}, {"name": "whole", "deviceClassName": "gpu-training"}]
+    requests = [{"name": "gpu", "firstAvailable": alternatives}]
+    template = {"metadata": {"name": "slice-or-gpu"}, "spec": {"spec": {"devices": {"requests": requests}}}}
+    cluster.api.post(TEMPLATES, template)
+    ask(cluster, "either", "slice-or-gpu")
+    over_quota(cluster, "either", f"0 of 0 gpu-training.{OF_CLASS} used")
+
+
+def test_a_pod_that_requests_a_resource_without_a_class_is_told_which_class_can_have_it(cluster: Cluster) -> None:
+    container = {"resources": {"limits": {"nvidia.com/mig-1g.10gb": "1"}}}
+    cluster.api.post(PODS, busybox_pod("old-style", container=container))
+    reason = "ResourceNotMapped"
+    [event] = wait_for(lambda: events(cluster, "old-style", reason), SOON_S, "an Event")
+    part = f"--set 'extendedResourceNames={{{SMALL}}}'"
+    assert part in event["message"]
+    answer = run_tessera(cluster, "why", "pod/old-style").output
+    assert reason in answer
+    assert part in answer
+
+
+def test_the_pod_of_a_template_that_is_older_than_the_limit_is_told_the_refusal(cluster: Cluster) -> None:
+    request = asked("gpu-inference")
+    request["exactly"]["count"] = 9
+    spec = {"devices": {"requests": [request]}}
+    cluster.api.post(TEMPLATES, {"metadata": {"name": "old"}, "spec": {"spec": spec}})
+    install(cluster, NAMES)
+    policy, claim = "claim-size.gpu.tessera.dev", {"metadata": {"name": "tried"}, "spec": spec}
+
+    def refusal() -> str:
+        try:
+            cluster.api.request("POST", f"{CLAIMS}?dryRun=All", claim)
+        except ApiError as error:
+            return str(error)
+        return ""
+
+    wait_for(lambda: policy in refusal(), SOON_S, "the policy is in force")
+    ask(cluster, "of-old", "old")
+    part = "9 partitions together; 8 are allowed"
+    [event] = wait_for(lambda: events(cluster, "of-old", "NoSuchClaim"), SOON_S, "an Event")
+    assert part in event["message"]
+    assert part in run_tessera(cluster, "why", "pod/of-old").output
 
 
 def test_a_pod_that_requests_an_extended_resource_is_told_the_quota(cluster: Cluster) -> None:

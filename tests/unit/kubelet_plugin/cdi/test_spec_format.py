@@ -16,10 +16,11 @@ import pytest
 from driver.errors import EnvironmentFault, StateError
 from driver.hardware.device_nodes import DeviceNode
 from driver.hardware.host_paths import HostPaths
-from kubelet_plugin.cdi import spec_files
 from kubelet_plugin.cdi.driver_files import DriverFiles, find_driver_files
 from kubelet_plugin.cdi.spec_files import CdiDirectory
 from kubelet_plugin.cdi.spec_format import CdiDevice, Spec, SpecFormat, variable
+from kubelet_plugin.checkpoint import files
+from kubelet_plugin.checkpoint.files import read_if_exists
 from tests.support.disks import mounted
 
 UID = "2f0c3c1e-93a5-4d6f-9f4e-1c0f1b1e6a77"
@@ -292,12 +293,14 @@ def test_the_hook_is_used_where_it_is_installed(host: Host) -> None:
     assert host.found().hook == "/usr/bin/nvidia-cdi-hook"
 
 
-def test_the_spec_of_a_claim_is_read_again_only_after_it_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads: list[object] = []
-    read = spec_files.files.read_if_exists
-    monkeypatch.setattr(spec_files.files, "read_if_exists", lambda path: (reads.append(path), read(path))[1])
+def test_a_spec_is_read_again_only_after_it_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+
+    def read(path: str) -> bytes | None:
+        reads.append(path)
+        return read_if_exists(path)
+
+    monkeypatch.setattr(files, "read_if_exists", read)
     directory = directory_of(tmp_path)
     directory.write("uid-1", [])
     reads.clear()
