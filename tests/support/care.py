@@ -34,7 +34,7 @@ class Care:
         self.orphans = Orphans(node, preparer, api, self.teller, self.orphans_of.append, lambda: self.now)
         search = self.orphans.search_if_due
         notifier = ChangeNotifier()
-        self.failed = FailedPreparations(notifier, lambda: self.now)
+        self.failed = FailedPreparations(notifier, lambda: self.now, lambda: self.now)
         observe = self.failed.observe
         self.reconciler = ClaimReconciler(node, preparer, self.teller, self.note, search, observe, lambda: self.now)
 
