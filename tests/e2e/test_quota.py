@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from driver.errors import ApiError
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
 from tests.harness.waiting import wait_for
@@ -17,7 +16,7 @@ from tests.support.control_plane import control_plane
 from tests.support.controller import ControllerProcess
 from tests.support.plugin import PluginFlags, PluginProcess, bare_node
 from tests.support.scheduling import asked
-from tests.support.workloads import CLAIMS, PODS, TEMPLATES
+from tests.support.workloads import PODS, TEMPLATES
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -83,19 +82,6 @@ def test_a_pod_of_a_template_is_told_the_quota_once_however_often_it_is_tried_ag
     assert part in answer
 
 
-def test_twenty_pods_over_quota_have_one_event_each(cluster: Cluster) -> None:
-    """After as many retries of kube-controller-manager as left 248 Events of 20 pods before."""
-    names = [f"many-{number}" for number in range(20)]
-    for name in names:
-        ask(cluster, name)
-    counts = [over_quota(cluster, name, f"1 of 1 {SMALL}.{OF_CLASS} used") for name in names]
-    failed = "FailedResourceClaimCreation"
-    wait_for(lambda: len(events(cluster, names[0], failed)) >= RETRIES, SOON_S, "they were tried again")
-    assert [over_quota(cluster, name, "the ResourceQuota gpus") for name in names] == counts
-    answer = run_tessera(cluster, "why").output
-    assert answer.count("OverQuota") >= len(names)
-
-
 def test_a_pod_with_alternatives_is_told_which_of_them_is_over_quota(cluster: Cluster) -> None:
     alternatives = [{"name": "slice", "deviceClassName": SMALL}, {"name": "whole", "deviceClassName": "gpu-training"}]
     requests = [{"name": "gpu", "firstAvailable": alternatives}]
@@ -115,32 +101,6 @@ def test_a_pod_that_requests_a_resource_without_a_class_is_told_which_class_can_
     answer = run_tessera(cluster, "why", "pod/old-style").output
     assert reason in answer
     assert part in answer
-
-
-def test_the_pod_of_a_template_that_is_older_than_the_limit_is_told_the_refusal(cluster: Cluster) -> None:
-    request = asked("gpu-inference")
-    request["exactly"]["count"] = 9
-    spec = {"devices": {"requests": [request]}}
-    cluster.api.post(TEMPLATES, {"metadata": {"name": "old"}, "spec": {"spec": spec}})
-    install(cluster, NAMES)
-    policy, claim = "claim-size.gpu.tessera.dev", {"metadata": {"name": "tried"}, "spec": spec}
-
-    def refusal() -> str:
-        try:
-            cluster.api.request("POST", f"{CLAIMS}?dryRun=All", claim)
-        except ApiError as error:
-            return str(error)
-        return ""
-
-    wait_for(lambda: policy in refusal(), SOON_S, "the policy is in force")
-    ask(cluster, "of-old", "old")
-    part = "9 partitions together; 8 are allowed"
-
-    def is_told() -> bool:
-        return any(part in event["message"] for event in events(cluster, "of-old", "NoSuchClaim"))
-
-    wait_for(is_told, SOON_S, "an Event with the refusal")
-    assert part in run_tessera(cluster, "why", "pod/of-old").output
 
 
 def test_a_pod_that_requests_an_extended_resource_is_told_the_quota(cluster: Cluster) -> None:

@@ -98,11 +98,19 @@ def test_whether_the_template_exists_is_said_if_it_is_known(exists: bool | None,
     assert part in reason.sentence
 
 
-def test_what_refuses_the_claim_of_a_template_is_quoted_at_once() -> None:
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        "exceeded quota: gpus",
+        "ValidatingAdmissionPolicy 'claim-size.gpu.tessera.dev' denied request: the requests ask for 9 partitions",
+    ],
+    ids=["quota", "template older than the policy"],
+)
+def test_what_refuses_the_claim_of_a_template_is_quoted_at_once(refusal: str) -> None:
     there = Situation(node_of("a"))
     there.pod("pod", resourceClaims=TEMPLATE, metadata={"creationTimestamp": "2026-11-21T00:16:38Z"})
-    [reason] = reasons_of_unplaced(there.queue, Answers(True, "exceeded quota: gpus"), UnplacedPods(FakeClock()))
-    assert reason.sentence.endswith("can not create from the ResourceClaimTemplate large: exceeded quota: gpus")
+    [reason] = reasons_of_unplaced(there.queue, Answers(True, refusal), UnplacedPods(FakeClock()))
+    assert reason.sentence.endswith(f"can not create from the ResourceClaimTemplate large: {refusal}")
     assert reasons_of_unplaced(there.queue, Answers(True), UnplacedPods(FakeClock())) == []
 
 
