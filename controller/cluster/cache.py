@@ -41,7 +41,7 @@ from driver.kube.types import (
 from driver.kube.watch_cache import Change, WatchCache
 from driver.model.plan import KIND, PATH, Held, PlanStatus
 from driver.slices.build import CLOSED as NOT_OFFERED
-from driver.slices.pool_names import Pool
+from driver.slices.pool_names import MONITORS, Pool
 
 T = TypeVar("T")
 
@@ -198,6 +198,7 @@ class ClusterCache:
                     self._slices_by_node.get(name, {}).values(),
                     self._claim_index.held(Pool(name, self._driver).name),
                     node_changed=name in changed_nodes,
+                    is_monitored=bool(self._claim_index.held(Pool(name, self._driver, MONITORS).name)),
                 )
             return Snapshot(
                 ClusterState(
@@ -247,7 +248,8 @@ class ClusterCache:
         return True
 
     def _nodes_changed(self, changes: Sequence[Change[Node]]) -> bool:
-        self._node_of_pool |= {Pool(change.key.name, self._driver).name: change.key.name for change in changes}
+        for name in (change.key.name for change in changes):
+            self._node_of_pool |= {Pool(name, self._driver, suffix).name: name for suffix in ("", MONITORS)}
         self._outdated_nodes |= {change.key.name for change in changes}
         return self._take(changes, self._nodes_by_name)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from driver.kube.types import Allocation, Claim, DeviceClass, DeviceTaintRule, Key, Node, Pod, PodGroup
+from driver.model.device import is_monitor
 from driver.model.plan import Held
 
 
@@ -117,7 +118,8 @@ class ClaimIndex:
         if claim is None or allocation is None:
             return
         for result in allocation.devices.results:
-            if result.driver == self._driver and not result.admin_access:
+            # A monitor device is in a pool of its own, so that nobody takes it for a held device of the node.
+            if result.driver == self._driver and (not result.admin_access or is_monitor(result.device)):
                 yield result.pool, Held(result.device, str(claim.metadata.key))
 
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from controller.cluster.node_use_labels import UNDEDICATED, Dedication, dedication_of
 from driver.kube.slice_types import newest_generation
 from driver.kube.types import PAUSED, GpuNodePlan, Node
 from driver.model.plan import Held, PlanMode, PlanStatus
-from driver.slices.pool_names import Pool
+from driver.slices.pool_names import MONITORS, Pool
 
 UNREACHABLE_TAINTS = frozenset({"node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"})
 """Taints of a node on which no new pod can start: nothing is offered there."""
@@ -26,7 +26,8 @@ class NodeView:
 
     ``uid`` is that of the Node. ``published`` maps the device names in its slices, and those that the node left out of
     them, to the number of shares that its GPU has with such devices (1: not a share); ``offered`` are those that new
-    claims can be allocated. ``held`` maps the names of allocated devices to their claims. ``why_no_offers``: why it
+    claims can be allocated. ``held`` maps the names of allocated devices to their claims; ``is_monitored``: a claim has
+    monitor devices, which are not among all these. ``why_no_offers``: why it
     accepts no offers, such as ``is not ready``; empty if new pods can start there and its plan is not paused.
     ``follows_plan``: the node does what its plan says.
     """
@@ -41,6 +42,7 @@ class NodeView:
     dedication: Dedication = UNDEDICATED
     why_no_offers: str = ""
     follows_plan: bool = True
+    is_monitored: bool = False
 
     @property
     def is_complete(self) -> bool:
@@ -122,6 +124,7 @@ class NodeViews:
         held: Mapping[str, Held],
         *,
         node_changed: bool,
+        is_monitored: bool = False,
     ) -> None:
         self._changed[name] = node
         if node_changed:
@@ -129,6 +132,8 @@ class NodeViews:
         self._update_pools(name, slices)
         is_ours = plan is not None or slices
         view = self._view(node, plan, slices, held) if node is not None and is_ours else None
+        if view is not None and is_monitored:
+            view = replace(view, is_monitored=True)
         before = self._views.get(name)
         if view != before:
             self._all = None
@@ -150,12 +155,15 @@ class NodeViews:
     def _view(
         self, node: Node, plan: GpuNodePlan | None, slices: Collection[PublishedSlice], held: Mapping[str, Held]
     ) -> NodeView:
+        name = node.metadata.name
+        of_monitors = Pool(name, self._driver, MONITORS).name
+        slices = [published for published in slices if published.part.pool != of_monitors]
         paused = plan is not None and plan.metadata.paused
         status = plan.status if plan is not None else PlanStatus()
         return NodeView(
-            name=node.metadata.name,
+            name=name,
             uid=node.metadata.uid,
-            pool=Pool(node.metadata.name, self._driver).name,
+            pool=Pool(name, self._driver).name,
             status=status,
             published=dict.fromkeys(status.left_out, 1)
             | {name: shares for part in slices for name, shares in part.devices.items()},

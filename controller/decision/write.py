@@ -39,6 +39,9 @@ RETURN_SHARE = 0.8
 """A cluster near the limit of GPUs must not change to and fro as nodes come and go."""
 
 
+NO_NODES: Nodes = frozenset()
+
+
 class Asked(NamedTuple):
     """What a decision asks of the nodes; equal ones need no other plans while the nodes stay as they are."""
 
@@ -46,7 +49,8 @@ class Asked(NamedTuple):
     possible: frozenset[Offer]
     listed: frozenset[Offer]
     withdrawn: frozenset[PoolDevice]
-    matching_held: Nodes = frozenset()
+    matching_held: Nodes = NO_NODES
+    monitored: Nodes = NO_NODES
 
 
 class WriteStage:
@@ -78,7 +82,8 @@ class WriteStage:
     def write(self, seen: DecisionInput, offers: ChosenOffers) -> None:
         """Write plans and labels, and evict pods; what can not be done now is done later."""
         matching_held = nodes_matching_held(seen.queue)
-        asked = Asked(seen.mode, offers.possible, offers.listed, offers.withdrawn, matching_held)
+        monitored = seen.queue.monitored_nodes if seen.queue.monitoring else NO_NODES
+        asked = Asked(seen.mode, offers.possible, offers.listed, offers.withdrawn, matching_held, monitored)
         if seen.is_same_cluster and asked == self._asked and time.monotonic() < self._due_at:
             return
         self._asked = None
@@ -178,7 +183,7 @@ class PlanSpecs:
         self._dedicated: set[str] = set()
         """Nodes with a use for single GPUs: their specs depend on the fleet, too."""
         self._special: set[str] = set()
-        """Nodes that had offers or withdrawn devices last time."""
+        """Nodes that had offers, withdrawn devices or pending monitors last time."""
         self._publish_held: Mapping[str, PublishHeld] = {}
         self._offer_mode = OfferMode.COUNTERS
 
@@ -197,7 +202,8 @@ class PlanSpecs:
             withdrawn_of[device.pool].append(device.device)
         renewed = self._take_over(views, changes)
         nodes_of_withdrawn = {self._node_of_pool[pool] for pool in withdrawn_of if pool in self._node_of_pool}
-        special = offers_of.keys() | listed_of.keys() | self._dedicated | nodes_of_withdrawn
+        monitored = asked.monitored & self._views.keys()
+        special = offers_of.keys() | listed_of.keys() | self._dedicated | nodes_of_withdrawn | monitored
         turned = {name for name, held in publish_held.items() if self._publish_held.get(name) is not held}
         if asked.mode is not self._offer_mode:
             turned = {*self._views}
@@ -213,6 +219,7 @@ class PlanSpecs:
                 withdrawn=tuple(sorted(withdrawn_of.get(view.pool, ()))),
                 publish_held=publish_held[name],
                 offer_mode=asked.mode,
+                monitors=view.is_monitored or name in monitored,
                 dedicated_to=view.dedication.node,
                 dedicated_gpus=tuple(
                     f"{gpu.gpu.uuid}={uses[gpu.number]}" for gpu in fleet.nodes.get(name, ()) if gpu.number in uses

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
@@ -65,7 +65,8 @@ class HardwareMemory:
 
     ``kinds`` by selector and nodes, and ``sets`` of GPUs by selector, kind, nodes and attributes. ``free`` slices and
     ``outcomes`` of a node hold as long as its GPUs are the same objects; ``order`` are the nodes by free slices.
-    ``present``, ``unheld`` and ``ideal`` are the last ``Feasibility`` of each kind.
+    ``monitors``: how many monitor devices of each node a selector selects. ``present``, ``unheld`` and ``ideal`` are
+    the last ``Feasibility`` of each kind.
     """
 
     hardware: Hardware | None
@@ -74,6 +75,7 @@ class HardwareMemory:
     free: dict[str, tuple[tuple[FleetGpu, ...], float]] = field(default_factory=dict)
     order: list[tuple[float, str]] = field(default_factory=list)
     having: Counter[OfferKind] = field(default_factory=Counter)
+    monitors: dict[Selector, Mapping[str, int]] = field(default_factory=dict)
     outcomes: dict[ClaimRequirements, NodeOutcomes] = field(default_factory=dict)
     present: Feasibility | None = None
     unheld: Feasibility | None = None
@@ -236,6 +238,14 @@ class Feasibility:
                     gpus_of.setdefault(SelectedKind(*selected), []).extend(gpus)
             _remember(memory, query, {kind: frozenset(gpus) for kind, gpus in gpus_of.items()}, MAX_SELECTIONS)
         return memory[query]
+
+    def monitors(self, request: DeviceRequest) -> Mapping[str, int]:
+        """The nodes that have the monitor devices of a request with adminAccess, and how many it selects there."""
+        monitors = self._memory.monitors
+        if request.selector not in monitors:
+            _remember(monitors, request.selector, request.selector.monitors_among(self.fleet), MAX_SELECTIONS)
+        needed = request.count or 1
+        return {node: count for node, count in monitors[request.selector].items() if count >= needed}
 
     def having(self, kind: OfferKind) -> int:
         """The number of GPUs in the whole fleet that have devices of ``kind``."""

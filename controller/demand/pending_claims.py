@@ -83,6 +83,9 @@ class Queue:
         self.matching_held = [(pending, request) for pending, claim in read for request in claim.matching_held]
         """Pending claims with each request that matches held devices, too."""
 
+        self.monitoring = {pending.key: claim.monitoring for pending, claim in read if claim.monitoring}
+        """The requests with adminAccess, for monitor devices, by key of their claim."""
+
         self._claims_of_pod: dict[str, list[PendingClaim]] = {}
         for pending in self.pending:
             for pod in pending.pods:
@@ -111,6 +114,16 @@ class Queue:
         """The different requests of all alternatives."""
         alternatives = self.alternatives(pending)
         return list(dict.fromkeys(request for requirements in alternatives for request in requirements.requests))
+
+    @cached_property
+    def monitored_nodes(self) -> Nodes:
+        """The nodes that must publish their monitor devices, because a pending claim may get them there."""
+        sets = (
+            self.feasibility.monitors(request).keys() & self.nodes(pending)
+            for pending in self.pending
+            for request in self.monitoring.get(pending.key, ())
+        )
+        return frozenset[str]().union(*sets)
 
     def nodes_for(self, pod: Pod) -> Nodes:
         """The nodes on which ``pod`` may run, given its claims that are allocated."""

@@ -91,18 +91,20 @@ class RefusedRequest(NamedTuple):
 class ReadClaim(NamedTuple):
     """``requirements``: for each combination of alternatives, in the scheduler's order; none for other drivers.
 
-    ``matching_held``: the requests that match held devices, too: with adminAccess, or for all devices of a node.
+    ``matching_held``: the requests for all devices of a node, which match held devices, too. ``monitoring``: the
+    requests with adminAccess, for monitor devices.
     """
 
     requirements: tuple[ClaimRequirements, ...] | RefusedRequest
     matching_held: tuple[DeviceRequest, ...]
+    monitoring: tuple[DeviceRequest, ...]
 
 
 class RequirementsReader:
     """Reads claims with the present DeviceClasses.
 
     Requests for other drivers' devices are left out: they read no attribute of this driver and select none of the
-    fleet. Requests with adminAccess need no free device, so they are not among the requirements.
+    fleet. Requests with adminAccess get monitor devices, which are always free: they are not among the requirements.
     """
 
     def __init__(self, selectors: Selectors, classes: Iterable[DeviceClass], fleet: Fleet) -> None:
@@ -117,6 +119,7 @@ class RequirementsReader:
         devices, refused = claim.spec.devices, list[RefusedRequest]()
         choices: list[list[tuple[str, str, DeviceRequest | None]]] = []
         matching_held: list[DeviceRequest] = []
+        monitoring: list[DeviceRequest] = []
         for request in devices.requests:
             alternatives = []
             for alternative in request.alternatives:
@@ -126,17 +129,19 @@ class RequirementsReader:
                     refused.append(selector)
                 elif selector is not None:
                     request_read = self._request(request, alternative, selector)
-                    if alternative.admin_access or alternative.takes_all:
-                        matching_held.append(request_read)
-                    required = None if alternative.admin_access else request_read
+                    if alternative.admin_access:
+                        monitoring.append(request_read)
+                    else:
+                        required = request_read
+                        matching_held += [request_read] if alternative.takes_all else []
                 alternatives.append((request.name, request.name_of(alternative), required))
             choices.append(alternatives)
         if refused:
-            return ReadClaim(refused[0], tuple(matching_held))
+            return ReadClaim(refused[0], (), ())
         combinations = islice(product(*choices), MAX_COMBINATIONS)
         joint = (_requirements(chosen, devices.constraints) for chosen in combinations)
         requirements = tuple(requirements for requirements in joint if requirements.requests)
-        return ReadClaim(requirements, tuple(matching_held))
+        return ReadClaim(requirements, tuple(matching_held), tuple(monitoring))
 
     def selector_of(self, alternative: ExactDeviceRequest, namespace: str) -> Selector | None:
         """What a request of a claim in ``namespace`` selects; None if that is nothing of ours."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -26,9 +27,9 @@ from controller.demand.gpu_equivalence_classes import (
 from controller.demand.selector_time import BUDGET_SECONDS, EXHAUSTED, BudgetExhausted, SelectorTime
 from deviceclasses.cel.engine import CelDevice, Program, from_slice_device, try_compile
 from driver.errors import CelError
-from driver.model.device import Device
+from driver.model.device import Device, Monitor
 from driver.model.offer import DeviceKind, OfferKind, Spot
-from driver.slices.attributes import STANDARD, attributes, capacity
+from driver.slices.attributes import STANDARD, attributes, capacity, monitor_attributes
 
 MAX_SELECTORS = 512
 """Selectors remembered for one namespace; also EquivalenceClasses, by the attributes read."""
@@ -111,6 +112,25 @@ class Selector:
         self._by_class: dict[int, Matches] = {}
         self._by_gpu_class: dict[tuple[int, ...], Matches] = {}
         self._met: tuple[Hardware, Met] | None = None
+        self._monitors: dict[int, bool] = {}
+
+    def selects_monitor(self, gpu: FleetGpu) -> bool:
+        """Whether it selects the GPU's monitor device, whose attributes are those of the full GPU except ``type``."""
+        gpu_class = self._classes.of(gpu)[0]
+        if gpu_class not in self._monitors:
+            attributes_of_monitor = monitor_attributes(Monitor.of(gpu.gpu, gpu.number))
+            seen = from_slice_device(self._driver, {"attributes": attributes_of_monitor})
+            try:
+                verdicts = self._time.spend(lambda: [program.verdict(seen) for program in self._programs])
+            except BudgetExhausted:
+                return False
+            self._monitors[gpu_class] = all(verdict is True for verdict in verdicts)
+        return self._monitors[gpu_class]
+
+    def monitors_among(self, fleet: Fleet) -> Mapping[str, int]:
+        """How many monitor devices of each node it selects; nodes without any are left out."""
+        groups = (gpus for example, gpus in self._classes.groups(fleet) if self.selects_monitor(example))
+        return Counter(fleet.gpus[uuid].node for gpus in groups for uuid in gpus)
 
     def on(self, gpu: FleetGpu) -> Matches:
         """The devices that it selects of one GPU, held or not."""

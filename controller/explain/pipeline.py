@@ -137,7 +137,8 @@ class _Sources:
             or self.despite_offers.reason(pending)
             or (None if plan is None else reason_of_disjoint(pending, situation.queue, plan))
         )
-        if reason is None and situation.queue.requirements(pending) != ():
+        queue = situation.queue
+        if reason is None and (queue.requirements(pending) != () or pending.key in queue.monitoring):
             reason = ClaimReason(pending, ReasonCode.WAITS, _awaited(pending, situation))
         return None if reason is None else reason._replace(found_at=now)
 
@@ -167,6 +168,11 @@ def _awaited(pending: PendingClaim, situation: Situation) -> str:
         where = f"the GPUs of {listed(nodes)}, whose node plugin has just started" if nodes else "any GPU"
         return f"no GPU that is known satisfies it, and nothing is known yet of {where}"
     enough = "enough is free" if outcome is SearchOutcome.FITS else "enough may be free"
+    if silent is not None and not situation.queue.alternatives(pending):
+        return (
+            "its monitor devices are not published, because the controller, which decides about that, has sent no "
+            f"heartbeat for {silent:.0f} s: nodes publish them 30 to 90 s after the last one (tessera status)"
+        )
     if silent is not None:
         return (
             f"{enough}, but the controller, which decides what is offered, has sent no heartbeat for {silent:.0f} s: "

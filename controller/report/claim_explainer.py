@@ -186,7 +186,7 @@ class Explainer:
             classes = " and ".join(sorted({*pending.claim.class_names}))
             message = (
                 f"class {classes} with the claim's selectors selects no device of the driver {self._view.driver}: "
-                "it requests devices of other drivers only, or with adminAccess"
+                "it requests devices of other drivers only"
             )
             code = OTHER_DRIVERS
         return Explanation(

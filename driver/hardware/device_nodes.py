@@ -10,7 +10,7 @@ import re
 import stat
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,8 @@ REQUIRED_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
 """CUDA cannot initialise without these; the others are optional."""
 
 CAPABILITIES = "/proc/driver/nvidia/capabilities"
+MONITORING = f"{CAPABILITIES}/mig/monitor"
+"""The capability to monitor the partitions of all GPUs."""
 
 MODPROBE = "usr/bin/nvidia-modprobe"
 MODPROBE_TIMEOUT_SECONDS = 15.0
@@ -124,12 +126,20 @@ class DeviceNodes:
 
         Capability nodes carry explicit numbers: the host's /dev/nvidia-caps may be empty.
         """
-        major = self._number("/proc/devices", NVIDIA_CAPS, "line for nvidia-caps: is the nvidia module loaded?")
-        instance = f"{CAPABILITIES}/gpu{gpu.minor}/mig/gi{partition.gpu_instance_id}"
-        files = (f"{instance}/access", f"{instance}/ci{partition.compute_instance_id}/access")
-        minors = [self._number(file, DEVICE_FILE_MINOR, "DeviceFileMinor line") for file in files]
-        capabilities = [DeviceNode(f"/dev/nvidia-caps/nvidia-cap{minor}", major=major, minor=minor) for minor in minors]
+        capabilities = self._capabilities(_of_instances(gpu, partition))
         return [*self.of_gpu(gpu), *capabilities]
+
+    def of_monitored(self, gpu: Gpu, partitions: Iterable[Partition]) -> Sequence[DeviceNode]:
+        """The GPU's nodes plus the capability nodes of these partitions, and of monitoring those that come later."""
+        if not gpu.mig_capable:
+            return self.of_gpu(gpu)
+        files = (MONITORING, *(file for partition in partitions for file in _of_instances(gpu, partition)))
+        return [*self.of_gpu(gpu), *self._capabilities(files)]
+
+    def _capabilities(self, files: Iterable[str]) -> list[DeviceNode]:
+        major = self._number("/proc/devices", NVIDIA_CAPS, "line for nvidia-caps: is the nvidia module loaded?")
+        minors = [self._number(file, DEVICE_FILE_MINOR, "DeviceFileMinor line") for file in files]
+        return [DeviceNode(f"/dev/nvidia-caps/nvidia-cap{minor}", major=major, minor=minor) for minor in minors]
 
     def _number(self, file: str, pattern: re.Pattern[bytes], missing: str) -> int:
         path = f"{self._host}{file}"
@@ -144,3 +154,9 @@ class DeviceNodes:
         if match is None:
             raise HardwareError(f"{path} has no {missing}")
         return int(match[1])
+
+
+def _of_instances(gpu: Gpu, partition: Partition) -> tuple[str, str]:
+    """The capability files of the GPU instance and of the compute instance."""
+    instance = f"{CAPABILITIES}/gpu{gpu.minor}/mig/gi{partition.gpu_instance_id}"
+    return f"{instance}/access", f"{instance}/ci{partition.compute_instance_id}/access"

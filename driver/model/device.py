@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count, islice
+from typing import NamedTuple
 
 from driver.model.gpu import Gpu, Placement, Profile
 from driver.model.offer import FULL, SHARE, DeviceKind, Offer, OfferKind, Spot
@@ -74,6 +75,26 @@ def partition_device(gpu: Gpu, number: int, profile: Profile, placement: Placeme
 
 def share_device(gpu: Gpu, number: int, index: int, shares: int) -> Device:
     return Device(name=f"gpu-{number}-share-{index}", gpu=gpu, spot=Spot(SHARE, index), shares=shares)
+
+
+MONITOR_TYPE = "monitor"
+"""The value of a monitor device's ``type`` attribute."""
+
+
+class Monitor(NamedTuple):
+    """The monitor device of a GPU: it consumes nothing, and any number of claims with adminAccess may have it."""
+
+    name: str
+    gpu: Gpu
+
+    @classmethod
+    def of(cls, gpu: Gpu, number: int) -> Monitor:
+        return cls(f"gpu-{number}-{MONITOR_TYPE}", gpu)
+
+
+def is_monitor(name: str) -> bool:
+    """Whether this is the name of a monitor device."""
+    return name.endswith(f"-{MONITOR_TYPE}")
 
 
 def share_index(name: str) -> int:

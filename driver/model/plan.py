@@ -96,7 +96,7 @@ class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
     ``withdrawn`` are names of devices that were offered, are fenced, and that no claim holds: the only ones the
     node may take out of its slices. ``publish_held``: see PublishHeld; ``offer_mode``: see OfferMode. ``dedicated_to``
     is the use a label gave the node, ``dedicated_gpus`` are ``GPU-<uuid>=<use>`` of those with a use of their own: both
-    for people to see.
+    for people to see. ``monitors``: the node publishes the monitor devices of its GPUs.
 
     ``cordoned`` and ``cleared`` are operators' (``tessera cordon``, ``uncordon``), followed whether the node follows
     the plan or not, and never written by the controller: ``GPU-<uuid> <reason>`` of GPUs that no new claim may get,
@@ -112,6 +112,7 @@ class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
     listed: tuple[str, ...] = ()
     dedicated_to: str | None = None
     dedicated_gpus: tuple[str, ...] = msgspec.field(name="dedicatedGPUs", default=())
+    monitors: bool = False
     cordoned: tuple[str, ...] = ()
     cleared: tuple[str, ...] = ()
 

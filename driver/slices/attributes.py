@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from driver.model.device import Device
+from driver.model.device import MONITOR_TYPE, Device, Monitor, full_device
 from driver.model.gpu import NvLink
 from driver.model.offer import DeviceKind
 
@@ -86,6 +86,9 @@ PARTITION_ONLY = (
 
 SHARE_ONLY = (PARENT, Fact("shares", "int", lambda device: device.shares))
 
+MONITOR_NAMES = frozenset(fact.name for fact in COMMON) | {"uuid"}
+"""On monitor devices: the full GPU's, except ``type``."""
+
 FACTS = {
     DeviceKind.FULL: (*COMMON, *FULL_ONLY),
     DeviceKind.PARTITION: (*COMMON, *PARTITION_ONLY),
@@ -101,6 +104,13 @@ def attributes(device: Device) -> Attributes:
         if value is not None:
             values[fact.name] = {fact.kind: value[:STRING_LIMIT] if isinstance(value, str) else value}
     return values
+
+
+def monitor_attributes(monitor: Monitor) -> Attributes:
+    """Return the ``attributes`` of a monitor device. It has no capacity."""
+    of_gpu = attributes(full_device(monitor.gpu, 0))
+    values = {name: value for name, value in of_gpu.items() if name in MONITOR_NAMES}
+    return values | {"type": {"string": MONITOR_TYPE}}
 
 
 def capacity(device: Device) -> dict[str, dict[str, str]]:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from driver.clock import written_time
-from driver.model.device import SLICE_VALUE, Device
+from driver.model.device import SLICE_VALUE, Device, Monitor
 from driver.model.gpu import Gpu, Limit, MigMode, heaviest, limits_of
 from driver.model.gpu_health import DeviceCondition
 from driver.model.offer import DeviceKind
 from driver.placement.ranking import order_offers
-from driver.slices.attributes import attributes, capacity, quantity
+from driver.slices.attributes import attributes, capacity, monitor_attributes, quantity
 from driver.slices.pool_names import DEVICES_PER_GPU, Pool, counter_set
 
 Content = dict[str, Any]
@@ -100,6 +100,14 @@ class SliceBuilder:
         built |= {name: self._once(name, group, _devices) for name, group in devices.items()}
         self._built = {name: self._built[name] for name in built}
         return dict(sorted(built.items()))
+
+    def monitors(self, monitors: Iterable[Monitor]) -> dict[str, Content]:
+        """Content of the slice of the monitor devices by its name: of one object, so that no claim gets a part of them.
+
+        Empty without monitor devices.
+        """
+        devices = [{"name": monitor.name, "attributes": monitor_attributes(monitor)} for monitor in monitors]
+        return {self._pool.monitor_slice: {"devices": devices}} if devices else {}
 
     def _once(
         self, name: str, group: Sequence[PublishedGpu], make: Callable[[Sequence[PublishedGpu]], Content]

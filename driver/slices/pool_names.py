@@ -29,17 +29,31 @@ SHARED_SLICES_FROM = 500
 names, so a claim for a full GPU or a partition gets one that has no shares as long as there is one."""
 
 
+MONITORS = "-monitor"
+"""What the names of the pool of monitor devices and of its slice end with."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The one pool of a node."""
+    """A pool of a node: that of its devices, or with the suffix MONITORS that of its monitor devices."""
 
     node: str
     driver: str
+    suffix: str = ""
     name: str = field(init=False)
     """``<node>-<driver>``: unique over drivers, since the 1.36 scheduler confuses pools of one name."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", shortened(f"{self.node}-{self.driver}"))
+        object.__setattr__(self, "name", shortened(f"{self.node}-{self.driver}{self.suffix}"))
+
+    @property
+    def of_monitors(self) -> Pool:
+        return Pool(self.node, self.driver, MONITORS)
+
+    @property
+    def monitor_slice(self) -> str:
+        """Name of the slice with the monitor devices of all GPUs."""
+        return shortened(f"00000-{self.node}-{self.driver}{MONITORS}")
 
     def counter_slice(self, number: int) -> str:
         """Name of the slice that holds the counter set of the GPU numbered ``number``."""

@@ -39,6 +39,7 @@ class Stored:
 class Changes:
     """Writes in order (names and contents, at one pool generation), deletions, and the objects that exist."""
 
+    pool: Pool
     generation: int
     count: int
     write: list[tuple[str, Content]] = field(default_factory=list)
@@ -73,7 +74,7 @@ def changes(
 def _at_generation(
     generation: int, count: int, desired: Mapping[str, Content], actual: Slices, specs: Slices, pool: Pool
 ) -> Changes:
-    todo = Changes(generation, count, existing=actual)
+    todo = Changes(pool, generation, count, existing=actual)
     removals: list[tuple[str, Content]] = []
     for name, content in desired.items():
         if specs.get(name) == slice_spec(content, pool, generation, count):
@@ -213,6 +214,9 @@ class SliceSource(Protocol):
     def desired(self, slices: PresentSlices) -> Mapping[str, Content]:
         """The content of every slice by name, given the present ``slices``. Raises RecoverableError."""
 
+    def monitors(self) -> Mapping[str, Content]:
+        """The content of the slice in the pool of monitor devices by its name; empty: there is none."""
+
     def is_complete(self) -> bool:
         """Asked after ``desired``: while this is False the pool has one slice, and says that it has more, so that
         nobody relies on it."""
@@ -273,8 +277,18 @@ class Publisher:
         self._store: SliceStore = store or self.cache
 
     def device_names(self) -> set[str]:
-        specs = [item["spec"] for item in self._store.snapshot().values()]
+        specs = [item["spec"] for item in self._stored(self._pool).values()]
         return {device["name"] for spec in specs for device in spec.get("devices") or ()}
+
+    def _stored(self, pool: Pool) -> dict[str, Object]:
+        """The slices of ``pool`` by name; slices of pools with other names count as of the pool of devices."""
+        of_monitors = self._pool.of_monitors.name
+        slices = self._store.snapshot().items()
+        return {
+            key.name: item
+            for key, item in slices
+            if (item["spec"]["pool"]["name"] == of_monitors) is (pool.name == of_monitors)
+        }
 
     def has_counters(self, gpu: PublishedGpu) -> bool:
         item = self._store.snapshot().get(Key("", self._pool.device_slice(gpu.number, divided=gpu.divided)))
@@ -293,27 +307,31 @@ class Publisher:
         if desired and not self._source.is_complete():
             first = min(desired)
             desired, missing = {first: desired[first]}, 1
-        stored = {key.name: item for key, item in self._store.snapshot().items()}
-        todo = changes(desired, stored, self._sent, self._pool, missing)
+        self._publish(changes(desired, self._stored(self._pool), self._sent, self._pool, missing))
+        self.published.set()
+        self._has_published = bool(desired)
+        monitors = self._pool.of_monitors
+        self._publish(changes(self._source.monitors(), self._stored(monitors), self._sent, monitors))
+        return None
+
+    def _publish(self, todo: Changes) -> None:
+        """Write what differs in one pool. Raises ApiError."""
+        if not todo:
+            return
         if todo.write and (self._owner is None or any(name not in todo.existing for name, _ in todo.write)):
             self._owner = self._source.owner()
         started = time.perf_counter()
         self._write(todo)
-        self.published.set()
-        self._has_published = bool(desired)
-        if not todo:
-            return None
         self._observer.written(len(todo.write) + len(todo.delete), time.perf_counter() - started)
         log.info(
             "published slices",
             extra={
-                "pool": self._pool.name,
+                "pool": todo.pool.name,
                 "generation": todo.generation,
                 "written": len(todo.write),
                 "deleted": len(todo.delete),
             },
         )
-        return None
 
     def _creation_delay(self) -> float:
         """Seconds until slices may be written; single ones that are missing are created at once."""
@@ -327,7 +345,7 @@ class Publisher:
     def _write(self, todo: Changes) -> None:
         existing = dict(todo.existing)
         for name, content in todo.write:
-            desired = slice_object(name, content, self._pool, todo.generation, todo.count, self._owner)
+            desired = slice_object(name, content, todo.pool, todo.generation, todo.count, self._owner)
             with self._observer.step(SliceStep.WRITE, name):
                 stored = existing[name] = self._put(desired, existing.get(name))
             self._sent[name] = Stored(_version(stored), desired["spec"])
@@ -345,7 +363,7 @@ class Publisher:
             self._store.forget(Key("", name))
 
     def _put(self, desired: Object, existing: Object | None) -> Object:
-        if existing is not None and existing["spec"]["pool"]["name"] != self._pool.name:
+        if existing is not None and existing["spec"]["pool"]["name"] != desired["spec"]["pool"]["name"]:
             self._delete(existing)  # the field is immutable
             existing = None
         if existing is None:

@@ -86,11 +86,21 @@ class DeviceRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tr
         )
 
 
+class MonitorRecord(msgspec.Struct, frozen=True, rename="camel"):
+    """One allocated monitor device."""
+
+    requests: tuple[str, ...]
+    pool: str
+    device: str
+    gpu_uuid: str = msgspec.field(name="gpuUUID")
+
+
 class ClaimRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     """One claim's file.
 
     ``boot`` is the machine's boot id when it was prepared: partitions do not outlive a boot. ``releasing``: unprepare
-    was called, and something may be left to release.
+    was called, and something may be left to release. ``monitors`` are the claim's monitor devices: it holds nothing of
+    their GPUs. Earlier versions skip the field.
     """
 
     version: int
@@ -101,6 +111,7 @@ class ClaimRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
     devices: tuple[DeviceRecord, ...]
     boot: str = ""
     releasing: bool = False
+    monitors: tuple[MonitorRecord, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
@@ -126,7 +137,12 @@ class ClaimRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
         return time_slice_in_force(device.time_slice for device in self.devices if device.gpu_uuid == gpu_uuid)
 
     @property
+    def all_devices(self) -> tuple[DeviceRecord | MonitorRecord, ...]:
+        return (*self.devices, *self.monitors)
+
+    @property
     def gpu_uuids(self) -> frozenset[str]:
+        """The GPUs of which it holds something."""
         return frozenset(device.gpu_uuid for device in self.devices)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,6 +18,7 @@ from driver.model.gpu_settings import TimeSlice
 from driver.model.offer import DeviceKind
 from driver.placement.occupancy import overlap
 from driver.slices.pool_names import Pool
+from kubelet_plugin.checkpoint.records import MonitorRecord
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 
 FROM_CLASS = "FromClass"
@@ -36,7 +38,18 @@ class AllocatedDevice:
     time_slice: TimeSlice | None = None
 
 
-def resolve(reference: ClaimReference, claim: Claim, pool: Pool, inventory: Inventory) -> list[AllocatedDevice]:
+class ClaimDevices(NamedTuple):
+    """The devices that a claim gets, and its monitor devices, of whose GPUs it gets nothing."""
+
+    devices: Sequence[AllocatedDevice]
+    monitors: tuple[MonitorRecord, ...] = ()
+
+    @property
+    def names(self) -> set[str]:
+        return {*(item.device.name for item in self.devices), *(monitor.device for monitor in self.monitors)}
+
+
+def resolve(reference: ClaimReference, claim: Claim, pool: Pool, inventory: Inventory) -> ClaimDevices:
     """Return the devices of ``claim`` that this node has to prepare. Raises ClaimError."""
     if claim.metadata.uid != reference.uid:
         raise ClaimError(
@@ -50,8 +63,9 @@ def resolve(reference: ClaimReference, claim: Claim, pool: Pool, inventory: Inve
     if not results:
         drivers = ", ".join(sorted({result.driver for result in allocation.results})) or "none"
         raise ClaimError(f"claim {reference} has no device of driver {pool.driver}: it is allocated from {drivers}")
-    devices = [_device(reference, result, pool, inventory) for result in results]
-    requests = list(zip((result.request for result in results), devices, strict=True))
+    monitoring = [result for result in results if result.admin_access]
+    exclusive = [result for result in results if not result.admin_access] if monitoring else results
+    requests = [(result.request, _device(reference, result, pool, inventory)) for result in exclusive]
     config = [entry for entry in allocation.config if entry.opaque is not None and entry.opaque.driver == pool.driver]
     parameters = _parameters(reference, requests, config) if config else {}
     allocated: dict[str, AllocatedDevice] = {}
@@ -64,15 +78,40 @@ def resolve(reference: ClaimReference, claim: Claim, pool: Pool, inventory: Inve
         )
     if len(allocated) > 1:
         _refuse_shares_of_one_gpu(reference, allocated.values(), pool.driver)
-    return list(allocated.values())
+    monitors = _monitors(reference, monitoring, pool, inventory) if monitoring else ()
+    return ClaimDevices(list(allocated.values()), monitors)
+
+
+def _monitors(
+    reference: ClaimReference, results: Iterable[Result], pool: Pool, inventory: Inventory
+) -> tuple[MonitorRecord, ...]:
+    """The monitor devices of ``results``, which have adminAccess. Raises ClaimError for any other device."""
+    monitors: dict[str, MonitorRecord] = {}
+    for result in results:
+        where = f"claim {reference}, request {result.request}"
+        if result.pool != pool.of_monitors.name:
+            raise ClaimError(
+                f"{where}: adminAccess is true, and {result.device} of pool {result.pool} is no monitor device of this "
+                "node: requests with adminAccess must have DeviceClass gpu-monitor (docs/workloads.md)"
+            )
+        gpu = inventory.monitored_gpu(result.device)
+        if gpu is None:
+            raise ClaimError(f"{where}: {_unknown(result.device, inventory)}")
+        earlier = monitors[result.device].requests if result.device in monitors else ()
+        requests = tuple(dict.fromkeys((*earlier, result.request)))
+        monitors[result.device] = MonitorRecord(requests, result.pool, result.device, gpu.uuid)
+    return tuple(monitors.values())
 
 
 def _device(reference: ClaimReference, result: Result, pool: Pool, inventory: Inventory) -> Device:
     where = f"claim {reference}, request {result.request}"
+    if result.pool == pool.of_monitors.name:
+        raise ClaimError(
+            f"{where}: {result.device} is a monitor device, which only requests with adminAccess: true can have: add "
+            "adminAccess, or request a DeviceClass of GPUs, partitions or shares"
+        )
     if result.pool != pool.name:
         raise ClaimError(f"{where}: allocated from pool {result.pool}, this node's pool is {pool.name}")
-    if result.admin_access:
-        raise ClaimError(f"{where}: adminAccess is true; this version prepares devices for exclusive use only")
     device = inventory.device(result.device)
     if device is None:
         raise ClaimError(f"{where}: {_unknown(result.device, inventory)}")

@@ -112,6 +112,19 @@ class Partitions:
         nodes = self.host.nodes
         return nodes.of_gpu(gpu) if partition is None else nodes.of_partition(gpu, partition)
 
+    def monitored_nodes(self, uuid: str) -> Sequence[DeviceNode]:
+        """The device nodes that a container needs to monitor a GPU and the partitions that it has now.
+
+        None while the GPU does not answer: the other GPUs of the claim are monitored all the same.
+        """
+        gpu = self._inventory.gpu(uuid)
+        fault = "it is not on this node" if gpu is None else self._inventory.fault(gpu)
+        if gpu is None or fault is not None:
+            log.warning("a monitor starts without a GPU", extra={"gpu": uuid, "error": fault})
+            return ()
+        complete = (partition for partition in self.host.partitions(gpu) if partition.complete)
+        return self.host.nodes.of_monitored(gpu, complete)
+
     def remove(self, gpu: Gpu, record: DeviceRecord) -> None:
         """Remove the partition at the record's placement, complete or not; a missing one is no error."""
         partition = self._recorded(gpu, record)

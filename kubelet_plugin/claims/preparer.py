@@ -24,7 +24,7 @@ from kubelet_plugin.cdi.spec_format import CdiDevice
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
 from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord, device_record
-from kubelet_plugin.claims.allocation import AllocatedDevice, refuse_overlap, resolve
+from kubelet_plugin.claims.allocation import AllocatedDevice, ClaimDevices, refuse_overlap, resolve
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.cleanup import ClaimCleanup
 from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
@@ -33,6 +33,9 @@ from kubelet_plugin.claims.time_slices import TimeSlices
 from kubelet_plugin.inventory.inventory import ClaimReference
 
 log = logging.getLogger(__name__)
+
+PARTITIONS = 4
+"""Devices for whose entries in the CDI spec the room is reserved that the entry of a monitor device may need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,7 @@ class Preparer:
             with self._step(NodeStep.RESOLVE_ALLOCATION, claim=reference):
                 allocated = resolve(reference, claim, stores.pool, stores.inventory)
             record = stores.checkpoint.get(reference.uid)
-            gpu_uuids = {item.device.gpu.uuid for item in allocated}
+            gpu_uuids = {item.device.gpu.uuid for item in allocated.devices}
             if record is not None:
                 gpu_uuids |= record.gpu_uuids
             with stores.locks.hold(gpu_uuids, f"claim {name}"):
@@ -109,14 +112,14 @@ class Preparer:
             extra={
                 "claim": name,
                 "pod": ",".join(user.name for user in claim.status.reserved_for if user.resource == "pods"),
-                "devices": ",".join(entry.device for entry in record.devices),
-                "gpus": ",".join(sorted({entry.gpu_uuid for entry in record.devices})),
+                "devices": ",".join(entry.device for entry in record.all_devices),
+                "gpus": ",".join(sorted({entry.gpu_uuid for entry in record.all_devices})),
             },
         )
         specs = stores.cdi.specs
         return [
             PreparedDevice(entry.requests, entry.pool, entry.device, (specs.device_id(record.uid, entry.device),))
-            for entry in record.devices
+            for entry in record.all_devices
         ]
 
     def unprepare(self, reference: ClaimReference) -> None:
@@ -197,25 +200,23 @@ class Preparer:
     # The caller holds the locks of the claim and of its GPUs
 
     def _prepare_allocated(
-        self, reference: ClaimReference, record: ClaimRecord | None, allocated: Sequence[AllocatedDevice]
+        self, reference: ClaimReference, record: ClaimRecord | None, allocated: ClaimDevices
     ) -> ClaimRecord:
         """Prepare these devices, after undoing an earlier allocation of the claim, which ``record`` may be of."""
         stores = self._stores
-        if record is not None and {entry.device for entry in record.devices} != {
-            item.device.name for item in allocated
-        }:
-            extra = {"claim": str(record), "devices": ",".join(entry.device for entry in record.devices)}
+        if record is not None and {entry.device for entry in record.all_devices} != allocated.names:
+            extra = {"claim": str(record), "devices": ",".join(entry.device for entry in record.all_devices)}
             log.warning("claim was allocated anew while it was prepared: releasing the earlier devices", extra=extra)
             self.cleanup.release(record)
             record = None
-        refuse_overlap(reference, allocated, stores.inventory)
+        refuse_overlap(reference, allocated.devices, stores.inventory)
         # Held before the intent is on disk: concurrent work must find the devices taken.
-        stores.inventory.hold(reference, [item.device for item in allocated])
+        stores.inventory.hold(reference, [item.device for item in allocated.devices])
         # Containers may be running on devices that were prepared before, also if the record was lost.
         if record is None and stores.checkpoint.is_unrecorded(reference.uid):
-            prepared = self._ensure_prepared(self._rebuild_record(reference, allocated), allocated, {})
+            prepared = self._ensure_prepared(self._rebuild_record(reference, allocated), allocated.devices, {})
         elif record is not None and record.prepared_in_this_boot(stores.boot):
-            prepared = self._ensure_prepared(record, allocated, {})
+            prepared = self._ensure_prepared(record, allocated.devices, {})
         else:
             if record is not None and record.is_of_earlier_boot(stores.boot):
                 record = None  # nothing of it exists: what is at its placements now is somebody else's
@@ -225,7 +226,7 @@ class Preparer:
         return prepared
 
     def _prepare_first(
-        self, reference: ClaimReference, record: ClaimRecord | None, allocated: Sequence[AllocatedDevice]
+        self, reference: ClaimReference, record: ClaimRecord | None, allocated: ClaimDevices
     ) -> ClaimRecord:
         """Prepare a claim that is not prepared; ``record`` is of an attempt that was cut off. A failure is undone."""
         stores = self._stores
@@ -233,10 +234,11 @@ class Preparer:
         try:
             # Refuse the claim before anything is created if the CDI directory has no space for its spec.
             with self._step(NodeStep.RESERVE_CDI_SPEC, claim=reference):
-                stores.cdi.reserve(reference.uid, len(allocated))
+                entries = len(allocated.devices) + PARTITIONS * len(allocated.monitors)
+                stores.cdi.reserve(reference.uid, entries)
             if record is None:
                 with self._step(NodeStep.CHECK_FREE, claim=reference):
-                    for item in allocated:
+                    for item in allocated.devices:
                         if not stores.inventory.is_preexisting(item.device):
                             mig_modes[item.device.gpu.uuid] = self._partitions.check_free(item.device)
                 record = self._new_record(reference, allocated, "preparing")
@@ -246,13 +248,13 @@ class Preparer:
                 )
                 with self._step(NodeStep.WRITE_INTENT, claim=reference):
                     stores.checkpoint.put(record, durable=changes_gpu)
-            return self._ensure_prepared(record, allocated, mig_modes)
+            return self._ensure_prepared(record, allocated.devices, mig_modes)
         except RecoverableError:
             self._undo_quietly(reference)
             raise
 
     def _new_record(
-        self, reference: ClaimReference, allocated: Sequence[AllocatedDevice], phase: Literal["preparing", "prepared"]
+        self, reference: ClaimReference, allocated: ClaimDevices, phase: Literal["preparing", "prepared"]
     ) -> ClaimRecord:
         stores = self._stores
         entries = [
@@ -264,7 +266,7 @@ class Preparer:
                 preexisting=stores.inventory.is_preexisting(item.device),
                 time_slice=item.time_slice,
             )
-            for item in allocated
+            for item in allocated.devices
         ]
         return ClaimRecord(
             version=VERSION,
@@ -274,20 +276,21 @@ class Preparer:
             phase=phase,
             devices=tuple(entries),
             boot=stores.boot,
+            monitors=allocated.monitors,
         )
 
-    def _rebuild_record(self, reference: ClaimReference, allocated: Sequence[AllocatedDevice]) -> ClaimRecord:
+    def _rebuild_record(self, reference: ClaimReference, allocated: ClaimDevices) -> ClaimRecord:
         """Write a record of a claim whose record was lost. It is in use: the record never says that it needs release.
 
         A partition at the placement of a device is the claim's own; a GPU that is held as a whole must have none.
         """
         stores = self._stores
         with self._step(NodeStep.CHECK_FREE, claim=reference):
-            for item in allocated:
+            for item in allocated.devices:
                 if item.device.profile is None and not stores.inventory.is_preexisting(item.device):
                     self._partitions.check_free(item.device)
         record = self._new_record(reference, allocated, "prepared")
-        pairs = zip(allocated, record.devices, strict=True)
+        pairs = zip(allocated.devices, record.devices, strict=True)
         record = replace(record, devices=tuple(self._with_found_partition(item.device, entry) for item, entry in pairs))
         with self._step(NodeStep.WRITE_INTENT, claim=reference):
             stores.checkpoint.put(record)
@@ -324,6 +327,9 @@ class Preparer:
             uuid = device.gpu.uuid if partition is None else str(partition.uuid)
             devices.append(CdiDevice(device.name, uuid, self._partitions.nodes(device.gpu, partition), device.shares))
             entries[device.name] = entry.with_partition(partition)
+        for monitor in record.monitors:
+            nodes = self._partitions.monitored_nodes(monitor.gpu_uuid)
+            devices.append(CdiDevice(monitor.device, monitor.gpu_uuid, nodes))
         for gpu in {item.device.gpu.uuid: item.device.gpu for item in allocated}.values():
             if any(entry.time_slice is not None and entry.gpu_uuid == gpu.uuid for entry in record.devices):
                 self._time_slices.apply(gpu, record)

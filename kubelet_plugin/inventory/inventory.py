@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from driver.model.device import Device, devices_of, number_gpus, share_indices
+from driver.model.device import Device, Monitor, devices_of, number_gpus, share_indices
 from driver.model.gpu import Gpu, MigMode
 from driver.model.gpu_health import DeviceCondition
 from driver.model.gpu_settings import NO_GPU, GpuSelection
@@ -174,6 +174,17 @@ class Inventory:
 
     def number(self, gpu: Gpu) -> int:
         return self._numbers[gpu.uuid]
+
+    def monitors(self) -> list[Monitor]:
+        """The monitor devices of the GPUs that answer and are not reserved for another driver, in order of number."""
+        with self._lock:
+            usable = [gpu for uuid, gpu in self._gpus.items() if uuid not in self._faults | self._reserved.keys()]
+            return [Monitor.of(gpu, self._numbers[gpu.uuid]) for gpu in sorted(usable, key=self.number)]
+
+    def monitored_gpu(self, name: str) -> Gpu | None:
+        """The GPU of the monitor device with this name, whether it answers or not."""
+        monitors = (Monitor.of(gpu, self._numbers[gpu.uuid]) for gpu in self.gpus)
+        return next((monitor.gpu for monitor in monitors if monitor.name == name), None)
 
     def hold(self, holder: ClaimReference, devices: Iterable[Device]) -> None:
         """Record that ``holder`` holds exactly ``devices``; repeatable."""

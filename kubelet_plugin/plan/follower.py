@@ -20,6 +20,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from driver.model.device import Monitor
 from driver.model.gpu_settings import NO_LAYOUTS, Layouts
 from driver.model.offer import Offer
 from driver.model.plan import COUNTERS_FIELD, TAINTS_FIELD, OfferMode, PlanMode, PublishHeld
@@ -100,6 +101,16 @@ class PlanFollower:
         if differs:
             self._changes.report(NodeChange.PUBLISHED)
         return gpus
+
+    def monitors(self) -> list[Monitor]:
+        """The monitor devices to publish now: those of all GPUs that answer, if anybody needs them.
+
+        A GPU may be unhealthy, held or cordoned: it is monitored all the same. Without a controller that could say that
+        a claim needs them they are always published.
+        """
+        mode, plan = self.mode_choice.mode, self.instructions.plan()
+        is_needed = mode is PlanMode.STANDALONE or plan is None or plan.spec.monitors
+        return self.inventory.monitors() if is_needed and not self.mode_choice.is_waiting else []
 
     def run(self, stop: threading.Event) -> None:
         """Update the mode until ``stop`` is set."""

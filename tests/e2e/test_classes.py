@@ -426,7 +426,7 @@ class TestOpaqueParameters:
         sources = [entry.source for entry in claim.status.allocation.devices.config]
         assert sources == ["FromClass", *["FromClaim"] * len(config)]
         reference = ClaimReference("default", "notebook", claim.metadata.uid)
-        [allocated] = resolve(reference, claim, one_gpu.pool, one_gpu.inventory)
+        [allocated] = resolve(reference, claim, one_gpu.pool, one_gpu.inventory).devices
         assert allocated.time_slice is interval
 
 

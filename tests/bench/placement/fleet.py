@@ -145,6 +145,9 @@ class FleetNode:
         spec = plan.spec
         return len(self.publisher.device_names()) == len({*spec.offers, *spec.listed}) + len(spec.held)
 
+    def monitors(self) -> Mapping[str, Content]:
+        return {}
+
     def is_complete(self) -> bool:
         return True
 

@@ -65,6 +65,12 @@ def test_admin_access_and_other_drivers_hold_nothing(book: ClaimIndex) -> None:
     assert set(book.held("a")) == {SMALL}
 
 
+def test_monitor_devices_are_held_in_a_pool_of_their_own(book: ClaimIndex) -> None:
+    assert book.put(key("three"), claim("three", "gpu-0-monitor", pool="a-monitor", admin=True)) == {"a-monitor"}
+    assert set(book.held("a-monitor")) == {"gpu-0-monitor"}
+    assert set(book.held("a")) == {SMALL}
+
+
 def test_a_reader_is_not_disturbed_by_what_comes_later(book: ClaimIndex) -> None:
     reading = book.view()
     book.put(key("two"), claim("two", OTHER))

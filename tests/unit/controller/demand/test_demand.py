@@ -145,12 +145,28 @@ def test_all_means_as_many_as_the_node_with_the_most_can_give() -> None:
     assert demand.together == (frozenset({"b/0", "b/1", "b/2", "b/3"}),)
 
 
-@pytest.mark.parametrize("field", [{"allocationMode": "All"}, {"adminAccess": True}])
-def test_everything_is_offered_that_a_claim_matches_whether_it_is_held_or_not(field: dict[str, Any]) -> None:
+@pytest.mark.parametrize("mode", [{}, {"allocationMode": "All"}])
+def test_a_claim_with_admin_access_gets_monitor_devices_where_its_pod_can_run_and_no_offers(mode: Any) -> None:
+    there = Situation([*node_of("a", "full"), *node_of("b"), *node_of("c")])
+    for name in "ab":
+        there.node(name, {"monitored": "yes"})
+    monitor = request(selector=selected_by('type == "monitor"'), adminAccess=True, **mode)
+    there.wants(monitor, nodeSelector={"monitored": "yes"})
+    assert there.queue.monitored_nodes == {"a", "b"}
+    assert demand_of(there.queue) == []
+    assert not nodes_matching_held(there.queue)
+
+
+def test_no_monitor_devices_are_published_for_a_claim_that_selects_none() -> None:
+    for asked in (request(selector=FULL, adminAccess=True), request(selector=selected_by('type == "monitor"'))):
+        assert not Situation(node_of("a")).wants(asked).queue.monitored_nodes
+
+
+def test_everything_is_offered_that_a_claim_matches_whether_it_is_held_or_not() -> None:
     there = Situation(
         [*node_of("a", gpus=2), *node_of("b", gpus=3), fleet_gpu("b", 3, "NVIDIA H100 80GB HBM3", "full")]
     )
-    there.wants(request(selector=FULL, **field))
+    there.wants(request(selector=FULL, allocationMode="All"))
     gpus = frozenset({"a/0", "a/1", "b/0", "b/1", "b/2", "b/3"})
     assert demand_of(there.queue)[-1] == Demand(FULL_KEY, 1, gpus, all_devices=True)
     assert nodes_matching_held(there.queue) == {"a", "b"}

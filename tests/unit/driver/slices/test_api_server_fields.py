@@ -87,6 +87,9 @@ class OneDevice:
     def desired(self, _slices: PresentSlices) -> Mapping[str, Content]:
         return {SLICE: {"devices": [self.device(self.fields)]}}
 
+    def monitors(self) -> Mapping[str, Content]:
+        return {}
+
     def is_complete(self) -> bool:
         return True
 

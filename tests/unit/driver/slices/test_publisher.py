@@ -54,6 +54,9 @@ class Node(SliceWriteObserver):
     def desired(self, _slices: PresentSlices) -> Mapping[str, Content]:
         return copy.deepcopy(self.contents)
 
+    def monitors(self) -> Mapping[str, Content]:
+        return {}
+
     def is_complete(self) -> bool:
         return True
 

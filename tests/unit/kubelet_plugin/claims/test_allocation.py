@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -40,11 +41,11 @@ def theirs(interval: str) -> dict[str, Any]:
     return {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": sharing}
 
 
-def resolved(*devices: str | dict[str, Any], config: Any = ()) -> list[AllocatedDevice]:
+def resolved(*devices: str | dict[str, Any], config: Any = ()) -> Sequence[AllocatedDevice]:
     api = ClaimApi()
     reference = api.allocate("work", *devices, config=config)
     claim = api.read(reference.namespace, reference.name)
-    return resolve(reference, claim, Pool(node=NODE, driver=DRIVER), SharedInventory())
+    return resolve(reference, claim, Pool(node=NODE, driver=DRIVER), SharedInventory()).devices
 
 
 def wish(device: str, *config: dict[str, Any], request: str = "gpu") -> TimeSlice | None:
