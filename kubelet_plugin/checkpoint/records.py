@@ -137,8 +137,10 @@ class ClaimRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
         return time_slice_in_force(device.time_slice for device in self.devices if device.gpu_uuid == gpu_uuid)
 
     @property
-    def all_devices(self) -> tuple[DeviceRecord | MonitorRecord, ...]:
-        return (*self.devices, *self.monitors)
+    def names(self) -> set[str]:
+        """The names of all its devices."""
+        devices = (device.device for device in self.devices)
+        return {*devices, *(monitor.device for monitor in self.monitors)}
 
     @property
     def gpu_uuids(self) -> frozenset[str]:

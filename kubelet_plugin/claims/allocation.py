@@ -38,7 +38,7 @@ class AllocatedDevice:
     time_slice: TimeSlice | None = None
 
 
-class ClaimDevices(NamedTuple):
+class ResolvedClaim(NamedTuple):
     """The devices that a claim gets, and its monitor devices, of whose GPUs it gets nothing."""
 
     devices: Sequence[AllocatedDevice]
@@ -49,7 +49,7 @@ class ClaimDevices(NamedTuple):
         return {*(item.device.name for item in self.devices), *(monitor.device for monitor in self.monitors)}
 
 
-def resolve(reference: ClaimReference, claim: Claim, pool: Pool, inventory: Inventory) -> ClaimDevices:
+def resolve(reference: ClaimReference, claim: Claim, pool: Pool, inventory: Inventory) -> ResolvedClaim:
     """Return the devices of ``claim`` that this node has to prepare. Raises ClaimError."""
     if claim.metadata.uid != reference.uid:
         raise ClaimError(
@@ -79,7 +79,7 @@ def resolve(reference: ClaimReference, claim: Claim, pool: Pool, inventory: Inve
     if len(allocated) > 1:
         _refuse_shares_of_one_gpu(reference, allocated.values(), pool.driver)
     monitors = _monitors(reference, monitoring, pool, inventory) if monitoring else ()
-    return ClaimDevices(list(allocated.values()), monitors)
+    return ResolvedClaim(list(allocated.values()), monitors)
 
 
 def _monitors(
@@ -105,7 +105,7 @@ def _monitors(
 
 def _device(reference: ClaimReference, result: Result, pool: Pool, inventory: Inventory) -> Device:
     where = f"claim {reference}, request {result.request}"
-    if result.pool == pool.of_monitors.name:
+    if result.pool != pool.name and result.pool == pool.of_monitors.name:
         raise ClaimError(
             f"{where}: {result.device} is a monitor device, which only requests with adminAccess: true can have: add "
             "adminAccess, or request a DeviceClass of GPUs, partitions or shares"

@@ -23,8 +23,8 @@ from driver.model.offer import DeviceKind
 from kubelet_plugin.cdi.spec_format import CdiDevice
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
-from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord, device_record
-from kubelet_plugin.claims.allocation import AllocatedDevice, ClaimDevices, refuse_overlap, resolve
+from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord, MonitorRecord, device_record
+from kubelet_plugin.claims.allocation import AllocatedDevice, ResolvedClaim, refuse_overlap, resolve
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.cleanup import ClaimCleanup
 from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
@@ -107,19 +107,20 @@ class Preparer:
                 gpu_uuids |= record.gpu_uuids
             with stores.locks.hold(gpu_uuids, f"claim {name}"):
                 record = self._prepare_allocated(reference, record, allocated)
+        entries: tuple[DeviceRecord | MonitorRecord, ...] = (*record.devices, *record.monitors)
         log.info(
             "prepared claim",
             extra={
                 "claim": name,
                 "pod": ",".join(user.name for user in claim.status.reserved_for if user.resource == "pods"),
-                "devices": ",".join(entry.device for entry in record.all_devices),
-                "gpus": ",".join(sorted({entry.gpu_uuid for entry in record.all_devices})),
+                "devices": ",".join(entry.device for entry in entries),
+                "gpus": ",".join(sorted({entry.gpu_uuid for entry in entries})),
             },
         )
         specs = stores.cdi.specs
         return [
             PreparedDevice(entry.requests, entry.pool, entry.device, (specs.device_id(record.uid, entry.device),))
-            for entry in record.all_devices
+            for entry in entries
         ]
 
     def unprepare(self, reference: ClaimReference) -> None:
@@ -200,12 +201,12 @@ class Preparer:
     # The caller holds the locks of the claim and of its GPUs
 
     def _prepare_allocated(
-        self, reference: ClaimReference, record: ClaimRecord | None, allocated: ClaimDevices
+        self, reference: ClaimReference, record: ClaimRecord | None, allocated: ResolvedClaim
     ) -> ClaimRecord:
         """Prepare these devices, after undoing an earlier allocation of the claim, which ``record`` may be of."""
         stores = self._stores
-        if record is not None and {entry.device for entry in record.all_devices} != allocated.names:
-            extra = {"claim": str(record), "devices": ",".join(entry.device for entry in record.all_devices)}
+        if record is not None and record.names != allocated.names:
+            extra = {"claim": str(record), "devices": ",".join(sorted(record.names))}
             log.warning("claim was allocated anew while it was prepared: releasing the earlier devices", extra=extra)
             self.cleanup.release(record)
             record = None
@@ -226,7 +227,7 @@ class Preparer:
         return prepared
 
     def _prepare_first(
-        self, reference: ClaimReference, record: ClaimRecord | None, allocated: ClaimDevices
+        self, reference: ClaimReference, record: ClaimRecord | None, allocated: ResolvedClaim
     ) -> ClaimRecord:
         """Prepare a claim that is not prepared; ``record`` is of an attempt that was cut off. A failure is undone."""
         stores = self._stores
@@ -254,7 +255,7 @@ class Preparer:
             raise
 
     def _new_record(
-        self, reference: ClaimReference, allocated: ClaimDevices, phase: Literal["preparing", "prepared"]
+        self, reference: ClaimReference, allocated: ResolvedClaim, phase: Literal["preparing", "prepared"]
     ) -> ClaimRecord:
         stores = self._stores
         entries = [
@@ -279,7 +280,7 @@ class Preparer:
             monitors=allocated.monitors,
         )
 
-    def _rebuild_record(self, reference: ClaimReference, allocated: ClaimDevices) -> ClaimRecord:
+    def _rebuild_record(self, reference: ClaimReference, allocated: ResolvedClaim) -> ClaimRecord:
         """Write a record of a claim whose record was lost. It is in use: the record never says that it needs release.
 
         A partition at the placement of a device is the claim's own; a GPU that is held as a whole must have none.

@@ -39,10 +39,11 @@ from driver.kube.types import (
     ObjectMeta,
     Pod,
 )
+from driver.model.device import Monitor
 from driver.model.offer import Offer
 from driver.model.plan import OfferMode
 from driver.placement.ranking import Ranking
-from driver.slices.build import SliceBuilder, slice_spec
+from driver.slices.build import Content, SliceBuilder, slice_spec
 from driver.slices.pool_names import Pool
 from kubelet_plugin.inventory.published_devices import ForeignPartitions, PublishableGpu, PublishPolicy
 from tessera.simulate.capacity import HeldDevices
@@ -247,7 +248,10 @@ class ImaginedCluster:
 
     def _publish(self, offers: Collection[Offer]) -> None:
         self._offers = frozenset(offers)
-        slices = chain(self._published.of(self.fleet, self._offers), self._content.slices)
+        requests = (request for claim in self._claims.values() for request in claim.spec.devices.requests)
+        monitored = any(alternative.admin_access for request in requests for alternative in request.alternatives)
+        monitors = self._published.monitors(self.fleet) if monitored else ()
+        slices = chain(self._published.of(self.fleet, self._offers), monitors, self._content.slices)
         self._slices = SliceIndex(tainted(item, self._content.rules) for item in slices)
         self._held = HeldDevices.of(result for claim in self._claims.values() for result in claim.results)
 
@@ -277,13 +281,24 @@ class PublishedSlices:
                 self._built[node] = (gpus, offered, tuple(self._slices(node, gpus, offered)))
             yield from self._built[node][2]
 
+    def monitors(self, fleet: Fleet) -> Iterator[DetailedSlice]:
+        """The slices of the monitor devices, which nodes publish while a claim has adminAccess."""
+        for node, gpus in fleet.nodes.items():
+            pool = Pool(node, self._driver)
+            content = SliceBuilder(pool).monitors(Monitor.of(gpu.gpu, gpu.number) for gpu in gpus)
+            yield from _detailed(content, pool.of_monitors)
+
     def _slices(self, node: str, gpus: tuple[FleetGpu, ...], offers: frozenset[Offer]) -> Iterator[DetailedSlice]:
         policy = self._policies.get(node) or PublishPolicy(offers=offers, closing=True)
         policy, pool = replace(policy, mode=self._mode), Pool(node, self._driver)
         built = SliceBuilder(pool).build(_publishable(gpu).published(policy) for gpu in gpus)
-        for name, content in built.items():
-            spec = msgspec.convert(slice_spec(content, pool, 1, len(built)), DetailedSliceSpec)
-            yield DetailedSlice(ObjectMeta(name, "0"), spec)
+        yield from _detailed(built, pool)
+
+
+def _detailed(contents: Mapping[str, Content], pool: Pool) -> Iterator[DetailedSlice]:
+    for name, content in contents.items():
+        spec = msgspec.convert(slice_spec(content, pool, 1, len(contents)), DetailedSliceSpec)
+        yield DetailedSlice(ObjectMeta(name, "0"), spec)
 
 
 def _publishable(gpu: FleetGpu) -> PublishableGpu:

@@ -290,7 +290,7 @@ def _taken(snapshot: StatusSnapshot) -> dict[tuple[str, str], Claim]:
         (result.pool, result.device): claim
         for claim in snapshot.claims
         for result in claim.results
-        if result.driver == snapshot.driver
+        if result.driver == snapshot.driver and not result.admin_access
     }
 
 

@@ -24,6 +24,7 @@ from driver.kube.lease import leases
 from driver.kube.reads import RESOURCE_GROUP, read_all
 from driver.kube.slice_types import ResourceSlice
 from driver.kube.types import Claim, DeviceClass, DeviceTaintRule, GpuNodePlan
+from driver.model.device import is_monitor
 from driver.model.plan import PATH
 from driver.slices.publisher import SLICES
 from tessera.cluster_options import ListOnceClient, find_plans
@@ -93,7 +94,7 @@ class StatusSnapshot:
 
     now            by the API server's clock
     version        that of the API server
-    slices         of the driver; ``others`` are NVIDIA's
+    slices         of the driver, without those of monitor devices; ``others`` are NVIDIA's
     claims         with a device of the driver
     pending        all pending claims, with the reason that this command finds; ``unprepared`` those that are allocated
                    and that their nodes can not prepare, ``unreleased`` those that they can not release;
@@ -203,6 +204,7 @@ class SnapshotReader:
     def read(self) -> StatusSnapshot:
         """Read everything. Raises UsageError if Tessera is in another namespace than the given one."""
         claims = self._read(Listing.CLAIMS, f"{RESOURCE_GROUP}/resourceclaims", Claim)
+        slices = self._read(Listing.SLICES, SLICES, ResourceSlice, f"spec.driver={self._driver}")
         plans, own_leases = self._plans(), self._read(Listing.LEASES, leases(self._namespace), Object)
         version = self._client.get_object("/version")
         explained = self._explained() if plans is not None else ([], [], [], ())
@@ -213,7 +215,7 @@ class SnapshotReader:
             self._client.clock.now(),
             version=version,
             nodes=self._read(Listing.NODES, "/api/v1/nodes", Object),
-            slices=self._read(Listing.SLICES, SLICES, ResourceSlice, f"spec.driver={self._driver}"),
+            slices=[item for item in slices if not any(is_monitor(device.name) for device in item.spec.devices)],
             others=self._read(Listing.SLICES, SLICES, ResourceSlice, "spec.driver=gpu.nvidia.com"),
             plans=plans,
             claims=[claim for claim in claims if any(result.driver == self._driver for result in claim.results)],

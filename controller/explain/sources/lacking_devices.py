@@ -183,8 +183,9 @@ class Reasoning:
             if claim.key == pending.key and (reason := self._no_match_reason(request, pending)) is not None:
                 return reason
         for request in queue.monitoring.get(pending.key, ()):
-            if (reason := self._monitor_reason(request, pending)) is not None:
-                return reason
+            nodes, there = queue.nodes(pending), self._feasibility.monitors(request)
+            if not there.keys() & nodes:
+                return sentences.no_monitors(self._feasibility, request, self.excluded(pending), nodes)
         if not alternatives or queue.find_node(pending).outcome is not SearchOutcome.NONE:
             return None
         alone = self._reason_alone(pending)
@@ -250,16 +251,6 @@ class Reasoning:
         there = sorted({gpu.entry.node for gpu in self.availability(request, pending).selected.gpus})
         what = f"request {request.name}: what it selects is only"
         return sentences.only_elsewhere(what, there, self.excluded(pending), nodes)
-
-    def _monitor_reason(self, request: DeviceRequest, pending: PendingClaim) -> Reason | None:
-        """Why no node on which ``pending`` may run has the monitor devices of a request with adminAccess."""
-        nodes, there = self.queue.nodes(pending), self._feasibility.monitors(request)
-        if there.keys() & nodes:
-            return None
-        if there:
-            what = f"request {request.name}: the monitor devices that it selects are only"
-            return sentences.only_elsewhere(what, sorted(there), self.excluded(pending), nodes)
-        return sentences.no_monitors(self._feasibility, request)
 
     def _requirements_reason(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
         """Why a claim cannot be satisfied even alone; None if it can."""

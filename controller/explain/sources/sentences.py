@@ -113,8 +113,13 @@ def too_many(feasibility: Feasibility, request: DeviceRequest, nodes: Nodes) -> 
     return Reason(ReasonCode.TOO_MANY, sentence, permanent=True)
 
 
-def no_monitors(feasibility: Feasibility, request: DeviceRequest) -> Reason:
-    """No node has the monitor devices of a request with adminAccess."""
+def no_monitors(
+    feasibility: Feasibility, request: DeviceRequest, excluded: Mapping[str, Excluded], nodes: Nodes
+) -> Reason:
+    """None of ``nodes``, on which its pod can run, has the monitor devices of a request with adminAccess."""
+    if there := feasibility.monitors(request):
+        what = f"request {request.name}: the monitor devices that it selects are only"
+        return only_elsewhere(what, sorted(there), excluded, nodes)
     most = max(feasibility.monitors(replace(request, count=1)).values(), default=0)
     if most:
         sentence = f"request {request.name} asks for {request.written_count} monitor devices of one node"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from driver.model.device import devices_of
+from driver.model.device import Monitor, devices_of
 from driver.model.offer import DeviceKind
-from driver.slices.attributes import FACTS, attributes, capacity, quantity
+from driver.slices.attributes import FACTS, attributes, capacity, monitor_attributes, quantity
 from tests.support.node import NodeUnderTest
 
 DOCS = Path(__file__).parents[4] / "docs" / "attributes.md"
@@ -17,14 +17,22 @@ ROW = re.compile(r"^\| `(?P<name>[^`]+)` \| (?P<kind>string|int|bool|version) \|
 API_LIMIT = 32
 
 
-def documented(kind: DeviceKind) -> dict[str, str]:
+def documented(kind: str) -> dict[str, str]:
     rows = ((row, row["on"].split(", ")) for row in ROW.finditer(DOCS.read_text()))
-    return {row["name"]: row["kind"] for row, on in rows if "all" in on or kind.value in on}
+    return {row["name"]: row["kind"] for row, on in rows if "all" in on or kind in on}
 
 
 @pytest.mark.parametrize("kind", list(DeviceKind))
 def test_the_documented_attributes_are_the_published_ones(kind: DeviceKind) -> None:
-    assert documented(kind) == {fact.name: fact.kind for fact in FACTS[kind]}
+    assert documented(kind.value) == {fact.name: fact.kind for fact in FACTS[kind]}
+
+
+def test_a_monitor_device_tells_its_gpu_and_that_it_is_one(node: NodeUnderTest) -> None:
+    gpu = node.node.inventory.gpus[3]
+    found = monitor_attributes(Monitor.of(gpu, 3))
+    assert set(found) == set(documented("monitor"))
+    assert found["type"] == {"string": "monitor"}
+    assert found["uuid"] == {"string": gpu.uuid}
 
 
 @pytest.mark.parametrize("kind", list(DeviceKind))
@@ -35,7 +43,7 @@ def test_there_is_room_left_below_the_limit_of_the_api(kind: DeviceKind) -> None
 def test_a_full_h100_tells_everything_but_a_multi_node_fabric(node: NodeUnderTest) -> None:
     full, *_ = devices_of(node.node.inventory.gpus[0], 0)
     found = {name: next(iter(value.values())) for name, value in attributes(full).items()}
-    assert set(documented(DeviceKind.FULL)) - set(found) == {"fabricClique"}
+    assert set(documented("gpu")) - set(found) == {"fabricClique"}
     assert found["memoryType"] == "HBM3"
     assert found["memoryBandwidth"] == 3352
     assert found["nvlinkClique"] == "clique-0"

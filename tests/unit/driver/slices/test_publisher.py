@@ -47,6 +47,7 @@ class Node(SliceWriteObserver):
             "00100-devices": {"devices": [{"name": "gpu-0"}]},
         }
         self.client = api.server.client()
+        self.monitors_now: dict[str, Content] = {}
         self.writes: list[tuple[int, float]] = []
         self.delay: Callable[[float | None], float] = at_once
         self.publisher = Publisher(self.client, POOL, self, observer=self)
@@ -55,7 +56,7 @@ class Node(SliceWriteObserver):
         return copy.deepcopy(self.contents)
 
     def monitors(self) -> Mapping[str, Content]:
-        return {}
+        return copy.deepcopy(self.monitors_now)
 
     def is_complete(self) -> bool:
         return True
@@ -101,6 +102,27 @@ def publishing(api: SliceApi, delay: Callable[[float | None], float] = at_once) 
     publisher = node.publisher
     with in_thread(publisher.cache.run, api.end_watches), in_thread(publisher.run, publisher.notify):
         yield node
+
+
+def test_monitor_devices_have_a_pool_of_their_own_that_comes_and_goes_without_a_change_of_the_other(
+    api: SliceApi,
+) -> None:
+    with publishing(api) as node:
+        node.settled()
+        before = {name: item["metadata"]["resourceVersion"] for name, item in api.objects.items()}
+        node.monitors_now = {POOL.monitor_slice: {"devices": [{"name": "gpu-0-monitor"}, {"name": "gpu-1-monitor"}]}}
+        node.publisher.notify()
+        eventually(lambda: POOL.monitor_slice in api.objects, "the monitor devices are published")
+        written = api.objects[POOL.monitor_slice]
+        assert written["spec"]["pool"] == {
+            "name": "node-a-gpu.tessera.dev-monitor", "generation": 1, "resourceSliceCount": 1,
+        }  # fmt: skip
+        assert len(written["spec"]["devices"]) == 2
+        assert node.publisher.device_names() == {"gpu-0"}
+        node.monitors_now = {}
+        node.publisher.notify()
+        eventually(lambda: POOL.monitor_slice not in api.objects, "they are gone")
+        assert {name: item["metadata"]["resourceVersion"] for name, item in api.objects.items()} == before
 
 
 def test_slices_are_created_complete_and_belong_to_the_node(api: SliceApi) -> None:

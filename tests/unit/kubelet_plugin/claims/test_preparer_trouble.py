@@ -49,11 +49,6 @@ class TestBadInput:
         with pytest.raises(ClaimError, match="device gpu-9 is unknown on this node, which has GPUs gpu-0, gpu-1"):
             node.preparer.prepare(claim)
 
-    def test_admin_access(self, node: NodeUnderTest) -> None:
-        claim = node.api.allocate("watch", result("gpu-0", adminAccess=True))
-        with pytest.raises(ClaimError, match="adminAccess is true"):
-            node.preparer.prepare(claim)
-
     @pytest.mark.parametrize(
         ("parameters", "named"),
         [

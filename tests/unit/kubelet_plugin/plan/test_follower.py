@@ -112,6 +112,42 @@ def test_without_a_controller_everything_that_fits_is_offered(followed: Followed
     assert followed.follower.mode_choice.mode is PlanMode.STANDALONE
 
 
+class TestMonitorDevices:
+    """Published while the plan says that somebody needs them; always without a controller that could say so."""
+
+    def names(self, followed: Followed) -> list[str]:
+        followed.publish()
+        return [monitor.name for monitor in followed.follower.monitors()]
+
+    def test_without_a_controller_they_are_always_published(self, followed: Followed) -> None:
+        assert self.names(followed) == [f"gpu-{number}-monitor" for number in range(8)]
+
+    def test_a_plan_asks_for_them(self, followed: Followed) -> None:
+        followed.told(PlanSpec())
+        assert self.names(followed) == []
+        followed.told(PlanSpec(monitors=True))
+        assert len(self.names(followed)) == 8
+
+    def test_a_complete_node_follows_the_plan_in_this(self, followed: Followed) -> None:
+        followed.complete = True
+        assert len(self.names(followed)) == 8
+        followed.told(PlanSpec())
+        assert self.names(followed) == []
+
+    def test_gpus_that_do_not_answer_or_that_another_driver_owns_are_left_out(self, followed: Followed) -> None:
+        inventory = followed.node.node.inventory
+        gone, owned, *others = inventory.gpus
+        inventory.update([owned, *others], {gone.uuid: "lost"})
+        inventory.set_reserved({owned.uuid: "the device plugin owns it"})
+        assert self.names(followed) == [f"gpu-{number}-monitor" for number in range(2, 8)]
+
+    def test_unhealthy_and_held_gpus_are_monitored(self, followed: Followed) -> None:
+        inventory = followed.node.node.inventory
+        inventory.set_conditions(inventory.gpus[0].uuid, (DeviceCondition("xid-79", "it fell off the bus"),))
+        followed.node.preparer.prepare(followed.node.api.allocate("train", "gpu-1"))
+        assert len(self.names(followed)) == 8
+
+
 def test_a_first_plan_takes_nothing_away(followed: Followed) -> None:
     everything = followed.published()
     followed.told(PlanSpec(offers=followed.offers(SMALL)))
