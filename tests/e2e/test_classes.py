@@ -19,6 +19,7 @@ from driver.kube.reads import CLAIM
 from driver.model.gpu import Gpu, MigMode
 from driver.model.gpu_settings import EVERY_GPU, GpuSelection, TimeSlice
 from driver.simulator.description import load_description
+from driver.slices.pool_names import MONITORS
 from kubelet_plugin.claims.allocation import resolve
 from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuSharing
 from tests.harness.cluster import Cluster
@@ -137,9 +138,9 @@ def ask(cluster: Cluster) -> Iterator[Asking]:
 
 
 def devices_of(cluster: Cluster) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every published device with its pool."""
+    """Every published device with its pool, except monitor devices."""
     for item in cluster.api.get(SLICES)["items"]:
-        for device in item["spec"].get("devices") or ():
+        for device in item["spec"].get("devices") or () if not item["spec"]["pool"]["name"].endswith(MONITORS) else ():
             yield item["spec"]["pool"]["name"], device
 
 

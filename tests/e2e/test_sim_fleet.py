@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from driver.slices.pool_names import MONITORS
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.chart import install
@@ -39,7 +40,7 @@ def devices_by_node(cluster: Cluster) -> dict[str, list[dict[str, Any]]]:
     """Of the nodes that have published any."""
     found: dict[str, list[dict[str, Any]]] = {}
     for item in cluster.api.get(SLICES)["items"]:
-        if devices := item["spec"].get("devices"):
+        if (devices := item["spec"].get("devices")) and not item["spec"]["pool"]["name"].endswith(MONITORS):
             found.setdefault(item["spec"]["nodeName"], []).extend(devices)
     return found
 

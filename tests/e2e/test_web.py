@@ -210,7 +210,7 @@ def test_the_detail_of_a_node_has_the_pcie_roots_of_gpus_and_nics(place: Place) 
     for spec in (item["spec"] for item in place.cluster.api.get(SLICES)["items"]):
         for device in (spec.get("devices") or ()) if spec["nodeName"] == DGX else ():
             root = device["attributes"]["resource.kubernetes.io/pcieRoot"]["string"]
-            roots[spec["driver"]][re.sub("-mig-.*|-share-.*", "", device["name"])] = root
+            roots[spec["driver"]][re.sub("-mig-.*|-share-.*|-monitor", "", device["name"])] = root
     place.page.open_detail(DGX)
     shown = place.page.wait(lambda shown: any(each["others"] for each in shown["detail"]), "the NICs")
     assert {name: each["root"] for each in shown["detail"] for name in each["others"]} == roots[NIC_DRIVER]

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from driver.kube.reads import RESOURCE_GROUP
+from driver.model.device import is_monitor
 from driver.model.plan import PATH
 from driver.simulator.node import SimulatedNode
 from kubelet_plugin.app import NodePlugin
@@ -168,7 +169,8 @@ class PluginOnApi:
 
     def published(self) -> frozenset[str]:
         specs = [item["spec"] for item in list(self.api.folder(SLICES).values())]
-        return frozenset(device["name"] for spec in specs for device in spec.get("devices") or ())
+        names = (device["name"] for spec in specs for device in spec.get("devices") or ())
+        return frozenset(name for name in names if not is_monitor(name))
 
     def told(self, name: str) -> Sequence[Mapping[str, Any]]:
         """What the claim's status says of its devices."""

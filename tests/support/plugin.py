@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from driver.slices.pool_names import MONITORS
 from tests.harness.cluster import Cluster
 from tests.harness.processes import ProcessRecord, ProcessTable, kill, stop, wait_gone
 from tests.harness.waiting import wait_for
@@ -169,13 +170,21 @@ class PluginProcess:
         return bool(wait_gone(self._started(), 0))
 
     def slices(self) -> list[dict[str, Any]]:
-        """This driver's slices of this node, by name; empty while the pool is incomplete."""
-        items = self.cluster.api.get(SLICES)["items"]
-        spec = {i["metadata"]["name"]: i for i in items if i["spec"].get("nodeName") == self.node.name}
+        """The slices of this node's pool, by name; empty while the pool is incomplete."""
+        items = self._slices(monitors=False)
+        spec = {i["metadata"]["name"]: i for i in items}
         newest = max((i["spec"]["pool"]["generation"] for i in spec.values()), default=0)
         mine = [spec[name] for name in sorted(spec) if spec[name]["spec"]["pool"]["generation"] == newest]
         complete = mine and len(mine) == mine[0]["spec"]["pool"]["resourceSliceCount"]
         return mine if complete else []
+
+    def monitors(self) -> list[str]:
+        """The names of the published monitor devices."""
+        return [device["name"] for item in self._slices(monitors=True) for device in item["spec"]["devices"]]
+
+    def _slices(self, *, monitors: bool) -> list[dict[str, Any]]:
+        items = (i for i in self.cluster.api.get(SLICES)["items"] if i["spec"].get("nodeName") == self.node.name)
+        return [item for item in items if item["spec"]["pool"]["name"].endswith(MONITORS) is monitors]
 
     def versions(self) -> list[str]:
         """The versions of its slices, which each write changes."""
