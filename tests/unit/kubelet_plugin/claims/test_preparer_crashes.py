@@ -8,12 +8,15 @@ import pytest
 
 from driver.errors import HardwareError, RecoverableError
 from driver.model.gpu import Placement
+from driver.slices.pool_names import MONITORS
 from driver.step_observer import Moment
 from kubelet_plugin.claims.killable_steps import NodeStep, Observer
+from tests.support.claims import POOL, result
 from tests.support.node import start_node
 
 SMALL = "gpu-0-mig-1g10gb-6"
 BIG = "gpu-0-mig-3g40gb-0"
+MONITOR = result("gpu-0-monitor", "monitor", pool=POOL + MONITORS, adminAccess=True)
 
 
 class Crash(BaseException):
@@ -43,7 +46,7 @@ def crash_at(step: NodeStep, moment: Moment) -> Observer:
 )
 def test_a_crash_at_any_step_is_healed_by_restart_and_retry(tmp_path: Path, step: NodeStep, moment: Moment) -> None:
     node = start_node(tmp_path, observer=crash_at(step, moment))
-    claim = node.api.allocate("infer", SMALL)
+    claim = node.api.allocate("infer", SMALL, MONITOR)
     with pytest.raises(Crash):
         node.preparer.prepare(claim)
     again = node.restart()
@@ -65,7 +68,7 @@ def test_a_crash_at_any_step_is_healed_by_restart_and_retry(tmp_path: Path, step
 )
 def test_a_crash_while_unpreparing_is_healed_by_the_retry(tmp_path: Path, step: NodeStep, moment: Moment) -> None:
     node = start_node(tmp_path, observer=crash_at(step, moment))
-    claim = node.api.allocate("infer", SMALL)
+    claim = node.api.allocate("infer", SMALL, MONITOR)
     node.preparer.prepare(claim)
     with pytest.raises(Crash):
         node.preparer.unprepare(claim)
@@ -87,7 +90,7 @@ def test_a_failed_prepare_undoes_what_it_did(tmp_path: Path, step: NodeStep, mom
             raise HardwareError("simulated fault")
 
     node = start_node(tmp_path, observer=fail)
-    claim = node.api.allocate("infer", SMALL)
+    claim = node.api.allocate("infer", SMALL, MONITOR)
     with pytest.raises(RecoverableError, match="simulated fault"):
         node.preparer.prepare(claim)
     assert node.nothing_left()
