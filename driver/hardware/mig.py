@@ -78,9 +78,8 @@ class MigOperations:
                 partition for partition in self._list_instances(gpu, profile) if partition.placement == placement
             ]
         except pynvml.NVMLError as error:
-            # That is what NVML says with MIG mode off. A GPU that was in MIG mode at the last scan is asked again.
-            maybe_off = error.value == pynvml.NVML_ERROR_NOT_SUPPORTED
-            if maybe_off and not (gpu.mig_mode.in_force and self.mig_enabled(gpu)):
+            # That is what NVML says with MIG mode off; the mode itself decides, or a partition would be forgotten.
+            if error.value == pynvml.NVML_ERROR_NOT_SUPPORTED and not self.mig_enabled(gpu):
                 return False, None
             raise refused(f"listing the {profile.name} instances of {gpu.uuid}", error) from error
         return True, at_placement[0] if at_placement else None

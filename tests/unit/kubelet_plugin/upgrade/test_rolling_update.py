@@ -21,6 +21,7 @@ from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING
 from driver.kube.lease import leases
 from driver.kube.reads import RESOURCE_GROUP
 from driver.model.gpu import MigMode
+from driver.slices.pool_names import MONITORS
 from kubelet_plugin.dra.sockets import PluginSockets
 from kubelet_plugin.inventory.open_hardware import open_host
 from kubelet_plugin.settings import node_settings, plugin_socket
@@ -124,7 +125,8 @@ class Site:
         return sum(cycle.cut for cycle in self.cycles)
 
     def has_a_complete_pool(self) -> bool:
-        pools = [item["spec"]["pool"] for item in self.api.folder(SLICES).values()]
+        all_pools = (item["spec"]["pool"] for item in self.api.folder(SLICES).values())
+        pools = [pool for pool in all_pools if not pool["name"].endswith(MONITORS)]
         return bool(pools) and len(pools) == pools[0]["resourceSliceCount"]
 
     def written(self) -> list[str]:
