@@ -15,10 +15,11 @@ from deviceclasses.cel.values import type_name
 from deviceclasses.lint.findings import Severity
 from driver.config.suggestions import meant, nearest
 from driver.hardware.gpu_properties import ARCHITECTURES
+from driver.model.device import MONITOR_TYPE
 from driver.model.gpu import MigMode
 from driver.model.offer import DeviceKind
 from driver.simulator.products import facts
-from driver.slices.attributes import COMMON, FACTS, NO_PROFILE, STANDARD
+from driver.slices.attributes import FACTS, MONITOR_NAMES, NO_PROFILE, STANDARD
 
 EVERY_FACT = [fact for facts_of_kind in FACTS.values() for fact in facts_of_kind]
 ATTRIBUTES = frozenset(fact.name for fact in EVERY_FACT if "/" not in fact.name)
@@ -27,12 +28,6 @@ STANDARD_DOMAIN = STANDARD.removesuffix("/")
 CAPACITIES = frozenset({"memory", "multiprocessors"})
 TYPE_OF = {fact.name: fact.kind for fact in EVERY_FACT}
 """The type of each attribute, by its published name."""
-
-
-MONITOR_TYPE = "monitor"
-"""The ``type`` of monitor devices, which only requests with adminAccess can have."""
-
-MONITOR_NAMES = frozenset(fact.name for fact in COMMON) | {"uuid"}
 
 
 def names_of(device_type: str) -> frozenset[str]:

@@ -22,7 +22,6 @@ from deviceclasses.lint.attribute_catalogue import (
     ATTRIBUTES,
     CAPACITIES,
     IN_STANDARD,
-    MONITOR_TYPE,
     STANDARD_DOMAIN,
     TYPE_OF,
     names_of,
@@ -36,6 +35,7 @@ from deviceclasses.lint.partial_evaluation import compared_strings, compiled_pro
 from driver.config.strict_schema import shown
 from driver.config.suggestions import meant
 from driver.errors import CelError
+from driver.model.device import MONITOR_TYPE
 from driver.model.offer import DeviceKind
 from driver.simulator.products import find_product
 from driver.slices.attributes import NO_PROFILE, STANDARD
