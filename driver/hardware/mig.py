@@ -69,7 +69,12 @@ class MigOperations:
 
     def find_partition(self, gpu: Gpu, profile: Profile, placement: Placement) -> Partition | None:
         """The instance of ``profile`` at exactly ``placement``, complete or not."""
-        return self.find_if_mig_enabled(gpu, profile, placement)[1]
+        is_on, partition = self.find_if_mig_enabled(gpu, profile, placement)
+        if not is_on and self.mig_enabled(gpu):  # switched on since the last scan: a partition must not be forgotten
+            raise HardwareError(
+                f"listing the {profile.name} instances of {gpu.uuid}: NOT_SUPPORTED though MIG mode is on"
+            )
+        return partition
 
     def find_if_mig_enabled(self, gpu: Gpu, profile: Profile, placement: Placement) -> tuple[bool, Partition | None]:
         """Whether MIG mode is in force, by asking for the instances only; and the instance as ``find_partition``."""
@@ -78,8 +83,9 @@ class MigOperations:
                 partition for partition in self._list_instances(gpu, profile) if partition.placement == placement
             ]
         except pynvml.NVMLError as error:
-            # That is what NVML says with MIG mode off; the mode itself decides, or a partition would be forgotten.
-            if error.value == pynvml.NVML_ERROR_NOT_SUPPORTED and not self.mig_enabled(gpu):
+            # That is what NVML says with MIG mode off. A GPU that was in MIG mode at the last scan is asked again.
+            maybe_off = error.value == pynvml.NVML_ERROR_NOT_SUPPORTED
+            if maybe_off and not (gpu.mig_mode.in_force and self.mig_enabled(gpu)):
                 return False, None
             raise refused(f"listing the {profile.name} instances of {gpu.uuid}", error) from error
         return True, at_placement[0] if at_placement else None
