@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from driver.errors import ApiError
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
 from tests.harness.waiting import wait_for
@@ -16,7 +17,7 @@ from tests.support.control_plane import control_plane
 from tests.support.controller import ControllerProcess
 from tests.support.plugin import PluginFlags, PluginProcess, bare_node
 from tests.support.scheduling import asked
-from tests.support.workloads import PODS, TEMPLATES
+from tests.support.workloads import CLAIMS, PODS, TEMPLATES
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -111,3 +112,29 @@ def test_a_pod_that_requests_an_extended_resource_is_told_the_quota(cluster: Clu
     failed = "FailedScheduling"
     wait_for(lambda: len(events(cluster, "by-resource", failed)) >= RETRIES, SOON_S, "it was tried again")
     assert over_quota(cluster, "by-resource", part) == first
+
+
+def test_the_pod_of_a_template_that_is_older_than_the_limit_is_told_the_refusal(cluster: Cluster) -> None:
+    request = asked("gpu-inference")
+    request["exactly"]["count"] = 9
+    spec = {"devices": {"requests": [request]}}
+    cluster.api.post(TEMPLATES, {"metadata": {"name": "old"}, "spec": {"spec": spec}})
+    install(cluster, NAMES)
+    policy, claim = "claim-size.gpu.tessera.dev", {"metadata": {"name": "tried"}, "spec": spec}
+
+    def refusal() -> str:
+        try:
+            cluster.api.request("POST", f"{CLAIMS}?dryRun=All", claim)
+        except ApiError as error:
+            return str(error)
+        return ""
+
+    wait_for(lambda: policy in refusal(), SOON_S, "the policy is in force")
+    ask(cluster, "of-old", "old")
+    part = "9 partitions together; 8 are allowed"
+
+    def is_told() -> bool:
+        return any(part in event["message"] for event in events(cluster, "of-old", "NoSuchClaim"))
+
+    wait_for(is_told, SOON_S, "an Event with the refusal")
+    assert part in run_tessera(cluster, "why", "pod/of-old").output

@@ -100,7 +100,9 @@ class LookedUp:
         if began >= due and self._left:
             self._left -= 1
             answer, ended = look_up(), self._clock.monotonic()
-            self._answers[key] = (ended + max(LOOKUP_INTERVAL_SECONDS, LOOKUP_PAUSE_FACTOR * (ended - began)), answer)
+            # The more there are, the later each is looked up again: the first ones would leave nothing to the others.
+            interval = LOOKUP_INTERVAL_SECONDS * max(1.0, 2 * len(self._answers) / MAX_LOOKUPS)
+            self._answers[key] = (ended + max(interval, LOOKUP_PAUSE_FACTOR * (ended - began)), answer)
         known: T | None = answer
         return known
 

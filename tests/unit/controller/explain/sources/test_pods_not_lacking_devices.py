@@ -15,6 +15,7 @@ from controller.explain.sources.pods_not_lacking_devices import (
     LOOKUP_INTERVAL_SECONDS,
     MAX_GATED,
     MAX_LOOKUPS,
+    LookedUp,
     UnplacedPods,
 )
 from driver.kube.types import PAUSED, Key
@@ -344,3 +345,13 @@ def test_a_pod_that_requests_a_resource_of_no_class_is_told_which_class_can_have
     found = [(each.pending.key, each.code, each.permanent) for each in reasons(there)]
     assert found == ([("Pod/default/old-style", ReasonCode.NOT_MAPPED, True)] if name else [])
     assert all(f"extendedResourceNames={{{name}}}" in each.sentence for each in reasons(there))
+
+
+def test_many_pods_are_looked_up_in_turn() -> None:
+    clock = FakeClock()
+    looked_up, answered = LookedUp(clock), set[int]()
+    for _ in range(20):
+        looked_up.begin()
+        answered |= {pod for pod in range(40) if looked_up.get(pod, lambda: True)}
+        clock.advance(LOOKUP_INTERVAL_SECONDS)
+    assert answered == {*range(40)}
