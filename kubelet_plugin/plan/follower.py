@@ -106,10 +106,11 @@ class PlanFollower:
         """The monitor devices to publish now: those of all GPUs that answer, if anybody needs them.
 
         A GPU may be unhealthy, held or cordoned: it is monitored all the same. Without a controller that could say that
-        a claim needs them they are always published.
+        a claim needs them they are always published; by complete nodes, too: an autoscaler takes a node for unready
+        that has fewer pools than the node that it copied.
         """
-        mode, plan = self.mode_choice.mode, self.instructions.plan()
-        is_needed = mode is PlanMode.STANDALONE or plan is None or plan.spec.monitors
+        plan = self.instructions.plan()
+        is_needed = self.mode_choice.mode is not PlanMode.PLANNED or plan is None or plan.spec.monitors
         return self.inventory.monitors() if is_needed and not self.mode_choice.is_waiting else []
 
     def run(self, stop: threading.Event) -> None:
