@@ -157,8 +157,16 @@ def _slices(pool: Pool, reports: Iterable[GpuReport]) -> list[Object]:
         {report.gpu.uuid: report.number for report in nameless},
         GpuSharing(lambda gpu: shares[gpu.uuid], only),
     )
-    built = SliceBuilder(pool).build(inventory.published(PublishPolicy(complete=True)))
-    return [slice_object(name, content, pool, 1, len(built), None) for name, content in built.items()]
+    builder = SliceBuilder(pool)
+    of_pools = {
+        pool: builder.build(inventory.published(PublishPolicy(complete=True))),
+        pool.of_monitors: builder.monitors(inventory.monitors()),
+    }
+    return [
+        slice_object(name, content, of_pool, 1, len(built), None)
+        for of_pool, built in of_pools.items()
+        for name, content in built.items()
+    ]
 
 
 def _node(name: str, like: Node) -> Object:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ def without_identity(slices: list[dict[str, Any]], node: str) -> list[Any]:
 
 def test_it_prints_what_a_new_node_publishes(cluster: Cluster, live: PluginProcess, kind: Kind) -> None:
     def published() -> list[Any]:
-        return without_identity(live.slices(), kind.node)
+        return without_identity([*live.slices(), *live.monitor_slices()], kind.node)
 
     for flags in (kind.flags, ("--like", kind.node)):
         [node, *slices] = printed(cluster, "--name", "new-1", *flags)
@@ -110,8 +111,9 @@ def test_it_prints_what_a_new_node_publishes(cluster: Cluster, live: PluginProce
             wait_for(lambda: published() == expected, 60, "all of it is published")  # noqa: B023
         assert published() == expected, flags
         assert node["metadata"]["name"] == node["metadata"]["labels"]["kubernetes.io/hostname"] == "new-1"
-        pools = {json.dumps(item["spec"]["pool"]) for item in slices}
-        assert [json.loads(pool)["resourceSliceCount"] for pool in pools] == [len(slices)]
+        pools = Counter((item["spec"]["pool"]["name"], item["spec"]["pool"]["resourceSliceCount"]) for item in slices)
+        count = len(slices) - 1
+        assert pools == {(f"new-1-{DRIVER}", count): count, (f"new-1-{DRIVER}-monitor", 1): 1}
 
 
 def test_nothing_in_it_is_of_the_node_that_it_was_read_from(cluster: Cluster, live: PluginProcess, kind: Kind) -> None:

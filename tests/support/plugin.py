@@ -180,7 +180,10 @@ class PluginProcess:
 
     def monitors(self) -> list[str]:
         """The names of the published monitor devices."""
-        return [device["name"] for item in self._slices(monitors=True) for device in item["spec"]["devices"]]
+        return [device["name"] for item in self.monitor_slices() for device in item["spec"]["devices"]]
+
+    def monitor_slices(self) -> list[dict[str, Any]]:
+        return self._slices(monitors=True)
 
     def _slices(self, *, monitors: bool) -> list[dict[str, Any]]:
         items = (i for i in self.cluster.api.get(SLICES)["items"] if i["spec"].get("nodeName") == self.node.name)

@@ -91,7 +91,7 @@ def test_yaml_has_one_document_for_each_object() -> None:
     documents = list(yaml.safe_load_all(answer.stdout))
     assert "&id" not in answer.stdout
     assert documents == printed("--gpus", "sim:h100-1", "--name", "new-1")
-    assert [each["kind"] for each in documents] == ["Node", "ResourceSlice", "ResourceSlice"]
+    assert [each["kind"] for each in documents] == ["Node", *["ResourceSlice"] * 3]
     assert documents[0]["metadata"]["labels"]["gpu.tessera.dev/publish"] == "complete"
 
 
@@ -126,7 +126,10 @@ def test_a_node_that_is_described_has_the_labels_and_the_resources_that_are_give
 
 def test_the_slices_count_themselves(like: list[str]) -> None:
     pools = [item["spec"]["pool"] for item in printed(*like, "--name", "new-1")[1:]]
-    assert pools == [{"name": "new-1-gpu.tessera.dev", "generation": 1, "resourceSliceCount": 3}] * 3
+    assert pools == [
+        *[{"name": "new-1-gpu.tessera.dev", "generation": 1, "resourceSliceCount": 3}] * 3,
+        {"name": "new-1-gpu.tessera.dev-monitor", "generation": 1, "resourceSliceCount": 1},
+    ]
 
 
 def test_cluster_autoscaler_gets_the_objects_and_the_annotations(like: list[str]) -> None:
@@ -149,8 +152,9 @@ def test_karpenter_gets_templates_without_a_node(like: list[str]) -> None:
     [document] = printed(*like, "--for", "karpenter", "--driver-name", "gpu.nvidia.com", "--name", "new-1")
     templates = document["resourceSliceTemplates"]
     assert {each["driver"] for each in templates} == {"gpu.nvidia.com"}
-    assert {each["pool"]["name"] for each in templates} == {"new-1-gpu.nvidia.com"}
-    assert [set(each) - {"driver", "pool"} for each in templates] == [{"sharedCounters"}, {"devices"}, {"devices"}]
+    names = ["new-1-gpu.nvidia.com"] * 3
+    assert [each["pool"]["name"] for each in templates] == [*names, "new-1-gpu.nvidia.com-monitor"]
+    assert [set(each) - {"driver", "pool"} for each in templates] == [{"sharedCounters"}, *[{"devices"}] * 3]
     slices = [item["spec"] for item in printed(*like, "--driver-name", "gpu.nvidia.com", "--name", "new-1")[1:]]
     assert list(devices_in({"spec": each} for each in templates)) == list(devices_in({"spec": s} for s in slices))
 
