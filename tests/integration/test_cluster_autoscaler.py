@@ -22,6 +22,7 @@ from tests.harness.waiting import wait_for
 from tests.integration.cloud import Cloud, provider_id
 from tests.support.chart import install
 from tests.support.control_plane import control_plane
+from tests.support.controller import ControllerProcess
 from tests.support.plugin import SLICES
 from tests.support.workloads import PODS
 
@@ -31,8 +32,10 @@ SOON_S, LATER_S = 90.0, 180.0
 SETTLED_S = 15.0
 """Several rounds of the autoscaler, in which it would order more nodes."""
 
-TEMPLATES = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaimtemplates"
+TEMPLATES = "/apis/resource.k8s.io/v1/namespaces/{}/resourceclaimtemplates"
 SETS = "/apis/apps/v1/namespaces/default/replicasets"
+MONITORING = "monitoring"
+DAEMON_SETS = f"/apis/apps/v1/namespaces/{MONITORING}/daemonsets"
 FLAGS = (
     "--cloud-provider=externalgrpc",
     "--leader-elect=false",
@@ -74,23 +77,46 @@ class Autoscaled:
 
     def run(self, name: str, device_class: str, pods: int, count: int = 1) -> None:
         """Keep so many pods, each with a claim for ``count`` devices."""
-        request = {"name": "gpu", "exactly": {"deviceClassName": device_class, "count": count}}
+        exactly = {"deviceClassName": device_class, "count": count}
+        self._create(SETS, "default", name, exactly, {"replicas": pods})
+
+    def monitor(self, name: str) -> None:
+        """Start a DaemonSet whose pods monitor all GPUs of their node; returns once it does so on every node."""
+        labels = {"resource.kubernetes.io/admin-access": "true"}
+        self.client.create("/api/v1/namespaces", {"metadata": {"name": MONITORING, "labels": labels}})
+        exactly = {"deviceClassName": "gpu-monitor", "adminAccess": True, "allocationMode": "All"}
+        self._create(DAEMON_SETS, MONITORING, name, exactly, {})
+        wait_for(self.all_monitored, SOON_S, "all nodes are monitored")
+
+    def _create(
+        self, sets: str, namespace: str, name: str, exactly: Mapping[str, Any], extra: Mapping[str, Any]
+    ) -> None:
+        """A set of pods, each of which has a claim with ``exactly`` as its request."""
+        request = {"name": "gpu", "exactly": exactly}
         claim = {"metadata": {"name": name}, "spec": {"spec": {"devices": {"requests": [request]}}}}
-        self.client.create(TEMPLATES, claim)
+        self.client.create(TEMPLATES.format(namespace), claim)
         labels = {"app": name}
         container = {"name": "main", "image": "none", "resources": {"claims": [{"name": "gpu"}]}}
         claims = [{"name": "gpu", "resourceClaimTemplateName": name}]
         spec = {"containers": [container], "resourceClaims": claims, "terminationGracePeriodSeconds": 1}
         pod = {"metadata": {"labels": labels}, "spec": spec}
-        replicas = {"replicas": pods, "selector": {"matchLabels": labels}, "template": pod}
-        self.client.create(SETS, {"metadata": {"name": name}, "spec": replicas})
+        selector = {"matchLabels": labels}
+        self.client.create(sets, {"metadata": {"name": name}, "spec": {**extra, "selector": selector, "template": pod}})
 
     def scale(self, name: str, pods: int) -> None:
         self.client.patch(f"{SETS}/{name}", {"spec": {"replicas": pods}})
 
-    def pods(self) -> list[Mapping[str, Any]]:
-        found: list[Mapping[str, Any]] = self.client.get_object(PODS)["items"]
+    def pods(self, path: str = PODS) -> list[Mapping[str, Any]]:
+        found: list[Mapping[str, Any]] = self.client.get_object(path)["items"]
         return found
+
+    def monitors(self) -> list[Mapping[str, Any]]:
+        return self.pods(f"/api/v1/namespaces/{MONITORING}/pods")
+
+    def all_monitored(self) -> bool:
+        """Whether the only monitors that there are run on every node."""
+        running = [pod["spec"]["nodeName"] for pod in self.monitors() if pod["status"]["phase"] == "Running"]
+        return sorted(running) == sorted(self.cloud.nodes) and len(running) == len(self.monitors())
 
     def all_bound(self, pods: int) -> bool:
         found = self.pods()
@@ -104,8 +130,8 @@ class Autoscaled:
     def play_kubelets(self, stop: threading.Event) -> None:
         """Let bound pods run, and end those that are deleted."""
         while not stop.wait(0.2):
-            for pod in self.pods():
-                path = f"{PODS}/{pod['metadata']['name']}"
+            for pod in self.pods("/api/v1/pods"):
+                path = f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods/{pod['metadata']['name']}"
                 try:
                     if "deletionTimestamp" in pod["metadata"]:
                         self.client.delete(path, grace_s=0, missing_ok=True)
@@ -129,6 +155,8 @@ def autoscaled(cluster_autoscaler: Path, tmp_path: Path) -> Iterator[Autoscaled]
         found = Autoscaled(cluster, KubeClient(load_configuration(cluster.kubeconfig), "test"))
         stop = threading.Event()
         threading.Thread(target=found.play_kubelets, args=(stop,), daemon=True).start()
+        controller = ControllerProcess(cluster)
+        controller.start()
         found.cloud.add("first")
         with found.cloud.serving() as address:
             config = tmp_path / "cloud.yaml"
@@ -143,6 +171,7 @@ def autoscaled(cluster_autoscaler: Path, tmp_path: Path) -> Iterator[Autoscaled]
             record = table.spawn("cluster-autoscaler", command, cluster.logs_dir / "cluster-autoscaler.log")
             yield found
             kill([record])
+        controller.stop()
         stop.set()
         for each in found.stops.values():
             each.set()
@@ -183,3 +212,40 @@ def test_nodes_whose_pods_fit_elsewhere_are_removed(autoscaled: Autoscaled) -> N
     autoscaled.scale("full", 6)
     wait_for(lambda: len(autoscaled.cloud.nodes) == 1, LATER_S, "two nodes are removed")
     wait_for(partial(autoscaled.all_bound, 6), LATER_S, "all pods run on the node that is left")
+
+
+def test_an_idle_node_whose_monitor_has_all_its_monitor_devices_is_removed(autoscaled: Autoscaled) -> None:
+    autoscaled.monitor("watcher")
+    autoscaled.run("full", "gpu-training", 9)
+    wait_for(lambda: autoscaled.all_bound(9), LATER_S, "two nodes are used")
+    wait_for(autoscaled.all_monitored, SOON_S, "both nodes are monitored")
+    autoscaled.scale("full", 1)
+    wait_for(lambda: len(autoscaled.cloud.nodes) == 1, LATER_S, "the idle node is removed")
+    wait_for(autoscaled.all_monitored, LATER_S, "the node that is left is monitored")
+    wait_for(partial(autoscaled.all_bound, 1), LATER_S, "its pod runs")
+
+
+def test_exactly_one_node_is_added_for_one_pod_where_every_node_is_monitored(autoscaled: Autoscaled) -> None:
+    autoscaled.run("full", "gpu-training", 8)
+    wait_for(lambda: autoscaled.all_bound(8), SOON_S, "all GPUs are held")
+    autoscaled.monitor("watcher")
+    assert autoscaled.unused_for(SETTLED_S)
+    autoscaled.scale("full", 9)
+    wait_for(lambda: autoscaled.all_bound(9), LATER_S, "the ninth pod is bound")
+    wait_for(autoscaled.all_monitored, SOON_S, "the new node is monitored")
+    assert autoscaled.unused_for(SETTLED_S)
+    assert len(autoscaled.cloud.ordered) == 1
+
+
+def test_a_group_whose_monitors_were_removed_still_grows(autoscaled: Autoscaled) -> None:
+    """The autoscaler takes a node for unready whose number of pools is smaller than that of the node it copied."""
+    autoscaled.monitor("watcher")
+    assert autoscaled.unused_for(SETTLED_S)
+    monitored = autoscaled.slices("first")
+    autoscaled.client.delete(f"{DAEMON_SETS}/watcher")
+    wait_for(lambda: not autoscaled.monitors(), SOON_S, "the monitors are gone")
+    assert autoscaled.unused_for(SETTLED_S)
+    autoscaled.run("full", "gpu-training", 9)
+    wait_for(lambda: autoscaled.all_bound(9), LATER_S, "the ninth pod is bound")
+    assert len(autoscaled.cloud.ordered) == 1
+    assert autoscaled.slices("first") == monitored

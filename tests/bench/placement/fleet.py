@@ -91,6 +91,7 @@ class FleetNode:
         self.inventory = Inventory(gpus, number_gpus(gpus, {}), sharing)
         self._builder = SliceBuilder(self.pool)
         self._mode, self._owner = mode, owner
+        self._has_plan = mode in {Mode.CURATED, Mode.COMPLETE}
         changes = ChangeNotifier()
         self._word = WatchedInstructions(client, NAMESPACE, name, CURATED, changes)
         instructions = GivenInstructions(
@@ -112,7 +113,7 @@ class FleetNode:
 
     def start(self, stop: threading.Event) -> None:
         loops: list[Callable[[threading.Event], None]] = [self.publisher.cache.run, self.publisher.run]
-        if self._mode is Mode.CURATED:
+        if self._has_plan:
             loops += [*self._word.loops[:2], self.follower.run, self._plan_status.run]
         for loop in loops:
             threading.Thread(target=loop, args=(stop,), daemon=True).start()
@@ -124,7 +125,7 @@ class FleetNode:
 
     def notify(self) -> None:
         self.publisher.notify()
-        if self._mode is Mode.CURATED:
+        if self._has_plan:
             self._plan_status.notify()
 
     def admits(self, key: OfferKind) -> bool:
@@ -146,7 +147,7 @@ class FleetNode:
         return len(self.publisher.device_names()) == len({*spec.offers, *spec.listed}) + len(spec.held)
 
     def monitors(self) -> Mapping[str, Content]:
-        return {}
+        return self._builder.monitors(self.follower.monitors()) if self._has_plan else {}
 
     def is_complete(self) -> bool:
         return True
