@@ -23,7 +23,7 @@ from controller.demand.selected_devices import SelectorFailure
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.situation import Situation
 from controller.explain.sources.availability import listed, untolerated
-from controller.explain.sources.pods_not_lacking_devices import LookedUp
+from controller.explain.sources.pods_not_lacking_devices import MAX_LOOKUPS, MAX_LOOKUPS_ONCE, LookedUp
 from controller.explain.sources.scheduler_reports import (
     SchedulerActivity,
     age_of,
@@ -101,7 +101,7 @@ class Sightings:
         self._claims: dict[str, Since] = {}
         self._devices: dict[PoolDevice, Since] = {}
         self._late: dict[Offer, Since] = {}
-        self.looked_up = LookedUp(clock)
+        self.looked_up = LookedUp(clock, MAX_LOOKUPS if watching else MAX_LOOKUPS_ONCE)
         """The devices that other drivers publish."""
 
     def update(self, situation: Situation) -> None:

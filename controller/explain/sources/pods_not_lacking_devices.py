@@ -49,8 +49,8 @@ LOOKUP_INTERVAL_SECONDS = 2.0
 LOOKUP_PAUSE_FACTOR = 20.0
 """That minimum is at least this many times the duration of the last look-up."""
 
-MAX_LOOKUPS = 8
-"""Look-ups in one decision, which pods wait for."""
+MAX_LOOKUPS, MAX_LOOKUPS_ONCE = 8, 200
+"""Look-ups in one decision, which pods wait for; and of a command, which has no later decision."""
 
 MAX_GATED = 100
 """Pods with scheduling gates that get a reason: a queue may keep thousands of them."""
@@ -82,15 +82,16 @@ class PodReason(NamedTuple):
 class LookedUp:
     """Answers of look-ups by key: looked up again after a while, and forgotten when they are no longer needed."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock, most: int) -> None:
+        """``most``: look-ups between two calls of ``begin``."""
+        self._clock, self._most = clock, most
         self._answers: dict[Hashable, tuple[float, Any]] = {}
         """When something is to be looked up again, and the last answer."""
         self._left = 0
 
     def begin(self) -> None:
-        """Forget old answers, and allow ``MAX_LOOKUPS`` more."""
-        now, self._left = self._clock.monotonic(), MAX_LOOKUPS
+        """Forget old answers, and allow more look-ups."""
+        now, self._left = self._clock.monotonic(), self._most
         self._answers = {key: answer for key, answer in self._answers.items() if now - answer[0] < FORGET_SECONDS}
 
     def get(self, key: Hashable, look_up: Callable[[], T]) -> T | None:
@@ -101,7 +102,7 @@ class LookedUp:
             self._left -= 1
             answer, ended = look_up(), self._clock.monotonic()
             # The more there are, the later each is looked up again: the first ones would leave nothing to the others.
-            interval = LOOKUP_INTERVAL_SECONDS * max(1.0, 2 * len(self._answers) / MAX_LOOKUPS)
+            interval = LOOKUP_INTERVAL_SECONDS * max(1.0, 2 * len(self._answers) / self._most)
             self._answers[key] = (ended + max(interval, LOOKUP_PAUSE_FACTOR * (ended - began)), answer)
         known: T | None = answer
         return known
@@ -114,7 +115,7 @@ class UnplacedPods:
         """``watching``: False if ``reasons`` is called once only."""
         self._clock = clock
         self._watching = watching
-        self._looked_up = LookedUp(clock)
+        self._looked_up = LookedUp(clock, MAX_LOOKUPS if watching else MAX_LOOKUPS_ONCE)
         self._allocated_since: Mapping[str, float] = {}
         """By UID, the pods all claims of which are allocated."""
         self.next_s: float | None = None

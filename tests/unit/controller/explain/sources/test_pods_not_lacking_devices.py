@@ -319,6 +319,19 @@ def test_a_paused_plan_is_advised_to_be_continued() -> None:
     assert (change.kind, change.text) == ("plan-paused", f"the plan of node a were not paused ({command})")
 
 
+def test_a_command_tells_each_of_many_pods_over_quota_the_reason() -> None:
+    there = Situation(node_of("a"))
+    for number in range(20):
+        claims = [{"name": "gpu", "resourceClaimTemplateName": "template"}]
+        there.pod(f"pod-{number}", resourceClaims=claims, metadata={"creationTimestamp": OLD})
+    refusal = (
+        'resourceclaims "x" is forbidden: exceeded quota: gpus, requested: count/resourceclaims.resource.k8s.io=1, '
+        "used: count/resourceclaims.resource.k8s.io=2, limited: count/resourceclaims.resource.k8s.io=2"
+    )
+    found = reasons_of_unplaced(there.queue, Answers(True, refusal))
+    assert [reason.code for reason in found] == [ReasonCode.OVER_QUOTA] * 20
+
+
 def test_a_pod_whose_template_is_not_looked_up_yet_waits_as_long_as_one_whose_template_exists() -> None:
     there = Situation(node_of("a"))
     for number in range(MAX_LOOKUPS + 1):
@@ -349,7 +362,7 @@ def test_a_pod_that_requests_a_resource_of_no_class_is_told_which_class_can_have
 
 def test_many_pods_are_looked_up_in_turn() -> None:
     clock = FakeClock()
-    looked_up, answered = LookedUp(clock), set[int]()
+    looked_up, answered = LookedUp(clock, MAX_LOOKUPS), set[int]()
     for _ in range(20):
         looked_up.begin()
         answered |= {pod for pod in range(40) if looked_up.get(pod, lambda: True)}
