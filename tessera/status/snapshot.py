@@ -204,11 +204,11 @@ class SnapshotReader:
     def read(self) -> StatusSnapshot:
         """Read everything. Raises UsageError if Tessera is in another namespace than the given one."""
         claims = self._read(Listing.CLAIMS, f"{RESOURCE_GROUP}/resourceclaims", Claim)
-        slices = self._read(Listing.SLICES, SLICES, ResourceSlice, f"spec.driver={self._driver}")
         plans, own_leases = self._plans(), self._read(Listing.LEASES, leases(self._namespace), Object)
         version = self._client.get_object("/version")
         explained = self._explained() if plans is not None else ([], [], [], ())
         pending, unprepared, unreleased, taint_rules = explained
+        slices = self._read(Listing.SLICES, SLICES, ResourceSlice, f"spec.driver={self._driver}")
         snapshot = StatusSnapshot(
             self._driver,
             self._namespace,
