@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from contextlib import suppress
 
 import msgspec
 
@@ -21,8 +22,8 @@ ANNOTATION = "gpu.tessera.dev/evictions"
 RECORD_SECONDS = 3600.0
 """Time for which an eviction is recorded."""
 
-MAX_EVICTIONS = 1000
-"""Beyond that nobody is evicted: all annotations of an object have at most 256 KiB."""
+MAX_RECORD_BYTES = 200 << 10
+"""Longest record; beyond that nobody is evicted. All annotations of an object have at most 256 KiB together."""
 
 MAX_ATTEMPTS = 5
 """Attempts of one write: meanwhile the fence may have changed its data."""
@@ -45,7 +46,7 @@ class Record(msgspec.Struct, frozen=True):
 
 
 class RecentEvictions:
-    """The record of the last hour. For one thread; every method raises ApiError.
+    """The record of the last hour. For one thread; methods raise ApiError.
 
     It is written before a pod is evicted: a leader that is killed between the two leaves a pod that counts only once.
     Writes build on what was read: of two leaders for a moment, one evicts nobody.
@@ -71,13 +72,16 @@ class RecentEvictions:
         return sum(past.node == node and past.at > since for past in self._record.evictions)
 
     def asking(self, nodes: Collection[str], seconds: float) -> set[str]:
-        """Record that ``nodes`` ask for evictions now. Return those that did so within the last ``seconds``."""
+        """Record that ``nodes`` ask for evictions now. Return those that did so within the last ``seconds``.
+
+        A node that asks again is written only after half that time.
+        """
         self.refresh()
         now = self._now()
         asked_at = {node: at for node, at in self._record.asked_at.items() if at > now - seconds}
-        is_new = not asked_at.keys() >= set(nodes)
+        is_due = any(asked_at.get(node, 0.0) <= now - seconds / 2 for node in nodes)
         record = msgspec.structs.replace(self._record, asked_at=asked_at | dict.fromkeys(nodes, now))
-        if is_new:
+        if is_due:
             self._write(record)
         self._record = record
         return {*record.asked_at}
@@ -85,15 +89,16 @@ class RecentEvictions:
     def add(self, pod: Pod, owner: str) -> None:
         """Record that ``pod`` is about to be evicted."""
         others = tuple(past for past in self._record.evictions if past.pod != pod.metadata.uid)
-        if len(others) >= MAX_EVICTIONS:
-            raise ApiError(f"{len(others)} pods were evicted within an hour: no other is")
         eviction = Eviction(pod.metadata.uid, owner, pod.spec.node_name, self._now())
         self._write(msgspec.structs.replace(self._record, evictions=(*others, eviction)))
 
     def discard(self, pod: Pod) -> None:
-        """Forget ``pod``, which was not evicted after all; the next write says so."""
+        """Forget ``pod``, which was not evicted after all. Does not raise: if this can't be written, it ends like any
+        other after an hour."""
         others = tuple(past for past in self._record.evictions if past.pod != pod.metadata.uid)
         self._record = msgspec.structs.replace(self._record, evictions=others)
+        with suppress(ApiError):
+            self._write(self._record)
 
     def _now(self) -> float:
         return self._clock.now().timestamp()
@@ -114,7 +119,10 @@ class RecentEvictions:
         self._record = Record(evictions, asked_at)
 
     def _write(self, record: Record) -> None:
-        metadata: Object = {"annotations": {ANNOTATION: msgspec.json.encode(record).decode()}}
+        text = msgspec.json.encode(record)
+        if len(text) > MAX_RECORD_BYTES:
+            raise ApiError(f"the record of evictions is full ({MAX_RECORD_BYTES >> 10} KiB): no pod is evicted")
+        metadata: Object = {"annotations": {ANNOTATION: text.decode()}}
         identity = {"name": FENCE, "namespace": self._namespace}
         new: Object = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {**identity, **metadata}}
         for attempts_left in reversed(range(MAX_ATTEMPTS)):
