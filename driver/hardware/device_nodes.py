@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,10 +132,14 @@ class DeviceNodes:
 
     def of_monitored(self, gpu: Gpu, partitions: Iterable[Partition]) -> Sequence[DeviceNode]:
         """The GPU's nodes plus the capability nodes of these partitions, and of monitoring those that come later."""
+        nodes = list(self.of_gpu(gpu))
         if not gpu.mig_capable:
-            return self.of_gpu(gpu)
-        files = (MONITORING, *(file for partition in partitions for file in _of_instances(gpu, partition)))
-        return [*self.of_gpu(gpu), *self._capabilities(files)]
+            return nodes
+        nodes += self._capabilities([MONITORING])
+        for partition in partitions:
+            with suppress(HardwareError):  # removed since it was listed
+                nodes += self._capabilities(_of_instances(gpu, partition))
+        return nodes
 
     def _capabilities(self, files: Iterable[str]) -> list[DeviceNode]:
         major = self._number("/proc/devices", NVIDIA_CAPS, "line for nvidia-caps: is the nvidia module loaded?")

@@ -46,7 +46,8 @@ class ResolvedClaim(NamedTuple):
 
     @property
     def names(self) -> set[str]:
-        return {*(item.device.name for item in self.devices), *(monitor.device for monitor in self.monitors)}
+        """Of the devices."""
+        return {item.device.name for item in self.devices}
 
 
 def resolve(reference: ClaimReference, claim: Claim, pool: Pool, inventory: Inventory) -> ResolvedClaim:

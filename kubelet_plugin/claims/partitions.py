@@ -115,15 +115,20 @@ class Partitions:
     def monitored_nodes(self, uuid: str) -> Sequence[DeviceNode]:
         """The device nodes that a container needs to monitor a GPU and the partitions that it has now.
 
-        None while the GPU does not answer: the other GPUs of the claim are monitored all the same.
+        None while the GPU does not answer or is another driver's, and none of partitions that can't be listed: the
+        claim gets what there is.
         """
-        gpu = self._inventory.gpu(uuid)
-        fault = "it is not on this node" if gpu is None else self._inventory.fault(gpu)
-        if gpu is None or fault is not None:
-            log.warning("a monitor starts without a GPU", extra={"gpu": uuid, "error": fault})
+        gpu, inventory = self._inventory.gpu(uuid), self._inventory
+        reason = "it is not on this node" if gpu is None else inventory.fault(gpu) or inventory.reserved_reason("", gpu)
+        if gpu is None or reason is not None:
+            log.warning("a monitor starts without a GPU", extra={"gpu": uuid, "error": reason})
             return ()
-        complete = (partition for partition in self.host.partitions(gpu) if partition.complete)
-        return self.host.nodes.of_monitored(gpu, complete)
+        try:
+            complete = [partition for partition in self.host.partitions(gpu) if partition.complete]
+            return self.host.nodes.of_monitored(gpu, complete)
+        except HardwareError as error:
+            log.warning("a monitor starts without a GPU's partitions", extra={"gpu": uuid, "error": str(error)})
+            return self.host.nodes.of_gpu(gpu)
 
     def remove(self, gpu: Gpu, record: DeviceRecord) -> None:
         """Remove the partition at the record's placement, complete or not; a missing one is no error."""

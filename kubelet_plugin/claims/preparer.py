@@ -205,11 +205,15 @@ class Preparer:
     ) -> ClaimRecord:
         """Prepare these devices, after undoing an earlier allocation of the claim, which ``record`` may be of."""
         stores = self._stores
-        if record is not None and record.names != allocated.names:
+        if record is not None and {entry.device for entry in record.devices} != allocated.names:
             extra = {"claim": str(record), "devices": ",".join(sorted(record.names))}
             log.warning("claim was allocated anew while it was prepared: releasing the earlier devices", extra=extra)
             self.cleanup.release(record)
             record = None
+        if record is not None and record.monitors != allocated.monitors:
+            # An earlier version, which knows no monitor devices, has written the record.
+            record = replace(record, monitors=allocated.monitors)
+            stores.checkpoint.put(record)
         refuse_overlap(reference, allocated.devices, stores.inventory)
         # Held before the intent is on disk: concurrent work must find the devices taken.
         stores.inventory.hold(reference, [item.device for item in allocated.devices])

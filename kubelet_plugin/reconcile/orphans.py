@@ -27,6 +27,7 @@ import msgspec
 from driver.errors import NOT_FOUND, RecoverableError, accepted_status
 from driver.kube.json_sanitizing import decode
 from driver.kube.types import Claim
+from driver.model.device import is_monitor
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.preparer import ClaimReader, Preparer
@@ -111,21 +112,22 @@ class Orphans:
         """Whether the claim of ``record`` was deleted or lost its devices. Raises ApiError on doubt."""
         with accepted_status(NOT_FOUND):
             claim = self._claims.read(record.namespace, record.name, any_age=any_age)
-            if claim.metadata.uid == record.uid and self._allocated(claim) & {entry.device for entry in record.devices}:
+            if claim.metadata.uid == record.uid and self._allocated(claim) & record.names:
                 self._gone_since.pop(record.uid, None)
                 return False
         return True
 
     def _allocated(self, claim: Claim) -> set[str]:
-        """The devices of this node that are allocated to ``claim``."""
-        allocation, pool = claim.status.allocation, self._stores.pool
-        results = allocation.devices.results if allocation is not None else ()
-        return {result.device for result in results if (result.driver, result.pool) == (pool.driver, pool.name)}
+        """The devices and monitor devices of this node that are allocated to ``claim``."""
+        pool = self._stores.pool
+        pools = (pool.name, pool.of_monitors.name)
+        ours = (result for result in claim.results if result.driver == pool.driver and result.pool in pools)
+        return {result.device for result in ours}
 
     def _release(self, record: ClaimRecord) -> None:
         if not self._is_gone(record, any_age=False):
             return
-        reference, devices = record.reference, ", ".join(entry.device for entry in record.devices)
+        reference, devices = record.reference, ", ".join(sorted(record.names))
         where = f"claim {record} ({record.uid})"
         busy = self._cleanup.busy(record)
         if busy:
@@ -170,7 +172,8 @@ class Orphans:
         """
         uid, stores = claim.metadata.uid, self._stores
         is_recorded = stores.checkpoint.get(uid) is not None or uid in stores.checkpoint.unrecorded
-        devices = [] if is_recorded else [stores.inventory.device(name) for name in sorted(self._allocated(claim))]
+        names = () if is_recorded else sorted(name for name in self._allocated(claim) if not is_monitor(name))
+        devices = [stores.inventory.device(name) for name in names]
         uuids = self._reported_uuids(claim) if devices else {}
         if devices and all(
             device is not None and self._cleanup.partition_exists(uid, device, uuids.get(device.name))

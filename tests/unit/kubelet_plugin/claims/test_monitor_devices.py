@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from driver.errors import ClaimError
+from driver.simulator.node import SimulatedNode
 from driver.slices.pool_names import MONITORS
 from kubelet_plugin.checkpoint.records import DeviceRecord
 from kubelet_plugin.inventory.inventory import ClaimReference
@@ -147,3 +148,38 @@ def test_an_earlier_version_reads_the_record_and_finds_no_device_in_it(node: Nod
     node.preparer.prepare(watch)
     record = msgspec.json.decode((node.root / "state/claims" / f"{watch.uid}.json").read_bytes(), type=EarlierRecord)
     assert (record.version, record.uid, record.devices) == (1, watch.uid, ())
+
+
+def test_a_partition_that_goes_and_a_gpu_that_can_not_list_its_partitions_keep_no_monitor_waiting(
+    node: NodeUnderTest,
+) -> None:
+    node.preparer.prepare(node.api.allocate("infer", SMALL))
+    access = next((node.root / "host/proc/driver/nvidia/capabilities/gpu0/mig").glob("gi*/ci*/access"))
+    access.unlink()
+    SimulatedNode.attach(node.root / "host").faults.fail("nvmlDeviceGetMigMode", code=999, gpu=1)
+    watch = node.api.allocate("watch", monitor(0), monitor(1))
+    node.preparer.prepare(watch)
+    edits = spec_of(node, watch)
+    assert {path for path in paths(edits["gpu-0-monitor"]) if path.startswith(CAPABILITY)} == {f"{CAPABILITY}2"}
+    assert "/dev/nvidia1" in paths(edits["gpu-1-monitor"])
+
+
+def test_a_gpu_that_another_driver_owns_is_not_given_to_a_monitor(node: NodeUnderTest) -> None:
+    node.node.inventory.set_reserved({node.node.inventory.gpus[0].uuid: "the device plugin owns it"})
+    watch = node.api.allocate("watch", monitor(0), monitor(1))
+    node.preparer.prepare(watch)
+    assert paths(spec_of(node, watch)["gpu-0-monitor"]) == set()
+
+
+def test_a_record_that_an_earlier_version_has_written_again_gets_its_monitors_back_and_keeps_its_partition(
+    node: NodeUnderTest,
+) -> None:
+    both = node.api.allocate("both", SMALL, monitor(0))
+    answer, partitions = node.preparer.prepare(both), node.partitions()
+    path = node.node.checkpoint.path(both.uid)
+    without = {key: value for key, value in msgspec.json.decode(path.read_bytes()).items() if key != "monitors"}
+    path.write_bytes(msgspec.json.encode(without))
+    again = node.restart()
+    assert again.preparer.prepare(both) == answer
+    assert again.partitions() == partitions
+    assert again.restart().preparer.prepare(both) == answer

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pynvml
 import pytest
 
 from driver.errors import ApiError, ClaimError, StateError
 from driver.model.gpu import Partition, Placement
+from driver.slices.pool_names import MONITORS
 from driver.step_observer import Moment
 from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.inventory.inventory import ClaimReference
 from tests.support.care import Care
-from tests.support.claims import result
+from tests.support.claims import POOL, result
 from tests.support.node import NodeUnderTest, choosing, start_node
 from tests.support.nvml_client import process_on
 
 SMALL = "gpu-0-mig-1g10gb-6"
+MONITOR = result("gpu-0-monitor", "monitor", pool=POOL + MONITORS, adminAccess=True)
 
 
 @pytest.fixture
@@ -63,6 +66,22 @@ class TestClaimsThatVanished:
         care.look_long()
         assert node.held() == {SMALL}
         assert not care.events
+
+    @pytest.mark.parametrize("devices", [(MONITOR,), (SMALL, MONITOR)], ids=["monitor", "partition and monitor"])
+    def test_a_claim_with_monitor_devices_stays_while_it_is_there(
+        self, node: NodeUnderTest, devices: tuple[str | dict[str, Any], ...]
+    ) -> None:
+        claim = node.api.allocate("watch", *devices)
+        node.preparer.prepare(claim)
+        care = Care(node)
+        care.look_long()
+        care.look_long()
+        assert len(node.records()) == len(node.cdi_specs()) == 1
+        assert not care.events
+        node.api.delete(claim)
+        care.look_long()
+        assert node.nothing_left()
+        assert "gpu-0-monitor" in care.events[0][2]
 
     def test_nothing_is_released_while_the_api_server_cannot_be_read(self, node: NodeUnderTest) -> None:
         claim = node.api.allocate("infer", SMALL)
