@@ -180,8 +180,9 @@ class NodeSlices:
         self.other_drivers.wait_until_known()
         return self.builder.build(with_mig_uuids(self.follower.published(slices), self.stores.checkpoint.records()))
 
-    def monitors(self) -> Mapping[str, Content]:
-        return {} if self.uninstall.due() else self.builder.monitors(self.follower.monitors())
+    def monitors(self) -> Mapping[str, Content] | None:
+        monitors = [] if self.uninstall.due() else self.follower.monitors()
+        return None if monitors is None else self.builder.monitors(monitors)
 
     def is_complete(self) -> bool:
         return not self.follower.mode_choice.is_waiting

@@ -214,8 +214,8 @@ class SliceSource(Protocol):
     def desired(self, slices: PresentSlices) -> Mapping[str, Content]:
         """The content of every slice by name, given the present ``slices``. Raises RecoverableError."""
 
-    def monitors(self) -> Mapping[str, Content]:
-        """The content of the slice in the pool of monitor devices by its name; empty: there is none."""
+    def monitors(self) -> Mapping[str, Content] | None:
+        """The content of the slice in the pool of monitor devices by its name; empty: there is none, None: as it is."""
 
     def is_complete(self) -> bool:
         """Asked after ``desired``: while this is False the pool has one slice, and says that it has more, so that
@@ -310,8 +310,9 @@ class Publisher:
         self._publish(changes(desired, self._stored(self._pool), self._sent, self._pool, missing))
         self.published.set()
         self._has_published = bool(desired)
-        monitors = self._pool.of_monitors
-        self._publish(changes(self._source.monitors(), self._stored(monitors), self._sent, monitors))
+        of_monitors, monitors = self._pool.of_monitors, self._source.monitors()
+        if monitors is not None:
+            self._publish(changes(monitors, self._stored(of_monitors), self._sent, of_monitors))
         return None
 
     def _publish(self, todo: Changes) -> None:

@@ -102,15 +102,19 @@ class PlanFollower:
             self._changes.report(NodeChange.PUBLISHED)
         return gpus
 
-    def monitors(self) -> list[Monitor]:
+    def monitors(self) -> list[Monitor] | None:
         """The monitor devices to publish now: those of all GPUs that answer, if anybody needs them.
+
+        None: what is published stays as it is, because the plan has not been received yet.
 
         A GPU may be unhealthy, held or cordoned: it is monitored all the same. Without a controller that could say that
         a claim needs them they are always published; by complete nodes, too: an autoscaler takes a node for unready
         that has fewer pools than the node that it copied.
         """
-        plan = self.instructions.plan()
-        is_needed = self.mode_choice.mode is not PlanMode.PLANNED or plan is None or plan.spec.monitors
+        plan, is_planned = self.instructions.plan(), self.mode_choice.mode is PlanMode.PLANNED
+        if is_planned and plan is None:
+            return None
+        is_needed = plan is None or not is_planned or plan.spec.monitors
         return self.inventory.monitors() if is_needed and not self.mode_choice.is_waiting else []
 
     def run(self, stop: threading.Event) -> None:

@@ -133,8 +133,9 @@ class FleetNode:
     def desired(self, slices: PresentSlices) -> Mapping[str, Content]:
         return self._builder.build(self.follower.published(slices))
 
-    def monitors(self) -> Mapping[str, Content]:
-        return self._builder.monitors(self.follower.monitors())
+    def monitors(self) -> Mapping[str, Content] | None:
+        monitors = self.follower.monitors()
+        return None if monitors is None else self._builder.monitors(monitors)
 
     def is_complete(self) -> bool:
         return True

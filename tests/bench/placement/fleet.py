@@ -147,7 +147,7 @@ class FleetNode:
         return len(self.publisher.device_names()) == len({*spec.offers, *spec.listed}) + len(spec.held)
 
     def monitors(self) -> Mapping[str, Content]:
-        return self._builder.monitors(self.follower.monitors()) if self._has_plan else {}
+        return self._builder.monitors(self.follower.monitors() or ()) if self._has_plan else {}
 
     def is_complete(self) -> bool:
         return True

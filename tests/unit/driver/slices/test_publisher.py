@@ -47,7 +47,7 @@ class Node(SliceWriteObserver):
             "00100-devices": {"devices": [{"name": "gpu-0"}]},
         }
         self.client = api.server.client()
-        self.monitors_now: dict[str, Content] = {}
+        self.monitors_now: dict[str, Content] | None = {}
         self.writes: list[tuple[int, float]] = []
         self.delay: Callable[[float | None], float] = at_once
         self.publisher = Publisher(self.client, POOL, self, observer=self)
@@ -55,7 +55,7 @@ class Node(SliceWriteObserver):
     def desired(self, _slices: PresentSlices) -> Mapping[str, Content]:
         return copy.deepcopy(self.contents)
 
-    def monitors(self) -> Mapping[str, Content]:
+    def monitors(self) -> Mapping[str, Content] | None:
         return copy.deepcopy(self.monitors_now)
 
     def is_complete(self) -> bool:
@@ -119,6 +119,14 @@ def test_monitor_devices_have_a_pool_of_their_own_that_comes_and_goes_without_a_
         }  # fmt: skip
         assert len(written["spec"]["devices"]) == 2
         assert node.publisher.device_names() == {"gpu-0"}
+        node.monitors_now = None
+        node.change([{"name": "gpu-0"}, {"name": "gpu-1"}])
+        eventually(lambda: len(api.objects["00100-devices"]["spec"]["devices"]) == 2, "the other pool is written")
+        assert POOL.monitor_slice in api.objects
+        node.change([{"name": "gpu-0"}])
+        eventually(lambda: len(api.objects["00100-devices"]["spec"]["devices"]) == 1, "the other pool is written again")
+        before = {name: item["metadata"]["resourceVersion"] for name, item in api.objects.items()}
+        del before[POOL.monitor_slice]
         node.monitors_now = {}
         node.publisher.notify()
         eventually(lambda: POOL.monitor_slice not in api.objects, "they are gone")

@@ -117,10 +117,20 @@ class TestMonitorDevices:
 
     def names(self, followed: Followed) -> list[str]:
         followed.publish()
-        return [monitor.name for monitor in followed.follower.monitors()]
+        return [monitor.name for monitor in followed.follower.monitors() or ()]
 
     def test_without_a_controller_they_are_always_published(self, followed: Followed) -> None:
         assert self.names(followed) == [f"gpu-{number}-monitor" for number in range(8)]
+
+    def test_a_plugin_that_starts_leaves_them_as_they_are_until_it_has_received_its_plan(
+        self, followed: Followed
+    ) -> None:
+        followed.told(PlanSpec())
+        assert self.names(followed) == []
+        followed.controller.plan_now = None
+        followed.start()
+        followed.publish()
+        assert followed.follower.monitors() is None
 
     def test_a_plan_asks_for_them(self, followed: Followed) -> None:
         followed.told(PlanSpec())
