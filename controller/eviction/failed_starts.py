@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -27,7 +27,7 @@ from driver.config.shared_flags import SUBDOMAIN
 from driver.errors import NOT_FOUND, ApiError
 from driver.kube.client import KubeClient
 from driver.kube.reads import read_claim
-from driver.kube.types import Claim, GpuNodePlan, Pod, Reference
+from driver.kube.types import Claim, GpuNodePlan, Key, Pod, Reference
 from driver.model.plan import MOST_UNPREPARED, FailureCause, UnpreparedClaim
 from driver.slices.pool_names import Pool
 
@@ -60,6 +60,12 @@ class FailedStart(NamedTuple):
         """Node and UID of the claim."""
         return self.node, self.unprepared.uid
 
+    @property
+    def claim(self) -> Key:
+        """Name of the claim as the node reports it: hostile input."""
+        namespace, _, name = self.unprepared.claim.partition("/")
+        return Key(namespace, name)
+
 
 def reported_starts(plans: Mapping[str, GpuNodePlan]) -> Iterator[FailedStart]:
     """What nodes report of claims that they can not prepare; of each node no more than it may report."""
@@ -71,6 +77,12 @@ def reported_starts(plans: Mapping[str, GpuNodePlan]) -> Iterator[FailedStart]:
 def starts_to_move(plans: Mapping[str, GpuNodePlan]) -> Iterator[FailedStart]:
     """Those of ``reported_starts`` whose pods could start on another GPU or node."""
     return (start for start in reported_starts(plans) if start.unprepared.cause is not FailureCause.OTHER)
+
+
+def asking_nodes(starts: Iterable[FailedStart], claims: ClaimIndex) -> set[str]:
+    """The nodes that ask for evictions by ``starts``; claims with adminAccess, whose pods are never evicted, do not."""
+    of_claims = ((start.node, claims.find(start.claim)) for start in starts)
+    return {node for node, claim in of_claims if claim is None or not claim.has_admin_access}
 
 
 def is_widespread(nodes: int, of: int) -> bool:
@@ -120,7 +132,7 @@ class FailedStarts:
         }
         self._begun &= reported
         due = in_turn({key: at for key, at in self._due.items() if at <= now and key in failed})
-        pause = self._pause(due, plans) if due else None
+        pause = self._pause(asking_nodes((failed[key] for key in due), claims), plans) if due else None
         for key in due:
             self._due[key] = now + (self._attempt(failed[key], claims) if pause is None else pause)
             if self._clock() > now + PASS_SECONDS:
@@ -130,10 +142,13 @@ class FailedStarts:
         waits = [max(at - self._clock(), PASS_SECONDS if at <= now else 0.0) for at in waiting]
         self.next_s = min(waits, default=None)
 
-    def _pause(self, due: Iterable[tuple[str, str]], plans: Mapping[str, GpuNodePlan]) -> float | None:
-        """Seconds for which nobody is evicted, since too many nodes ask for it or it is not known how many; or None."""
+    def _pause(self, nodes: Collection[str], plans: Mapping[str, GpuNodePlan]) -> float | None:
+        """Seconds for which nobody is evicted, since too many nodes ask for it or it is not known how many; or None.
+
+        ``nodes`` are those that ask now.
+        """
         try:
-            asking = self._evictor.recent.asking({node for node, _ in due}, STOP_SECONDS) & plans.keys()
+            asking = self._evictor.recent.asking(nodes, STOP_SECONDS) & plans.keys()
         except ApiError as error:
             log.warning("nobody is evicted now: the record of evictions can't be had", extra={"error": str(error)})
             return RETRY_SECONDS
@@ -155,13 +170,13 @@ class FailedStarts:
 
     def _move(self, start: FailedStart, claims: ClaimIndex) -> bool:
         """Evict the pods of one claim, all or none; False if they are protected. Raises ApiError."""
-        unprepared, pool = start.unprepared, Pool(start.node, self._driver).name
-        namespace, _, name = unprepared.claim.partition("/")
+        unprepared, pools = start.unprepared, Pool(start.node, self._driver).names
+        namespace, name = start.claim
         if not (SUBDOMAIN.fullmatch(namespace) and SUBDOMAIN.fullmatch(name)):
             return False  # no claim has such a name; it could lead elsewhere
         claim = read_claim(self._client, namespace, name)
-        devices = claim.results_in(self._driver, pool)
-        if claim.metadata.uid != unprepared.uid or not devices or _is_prepared(claim, self._driver, pool):
+        devices = claim.results_in(self._driver, pools)
+        if claim.metadata.uid != unprepared.uid or not devices or _is_prepared(claim, self._driver, pools):
             return True
         cause = f"node {start.node} can't prepare {', '.join(result.device for result in devices)} "
         cause += f"for claim {unprepared.claim}: {unprepared.message}"
@@ -173,8 +188,7 @@ class FailedStarts:
             return True  # one of them has run, or is not bound yet: the report is out of date
         if start.key not in self._begun and not self._has_budget(start.node, len(pods), claims):
             return True
-        is_admin = any(result.admin_access for result in devices)
-        protected = ADMIN_ACCESS if is_admin else self._evictor.protection(pods)
+        protected = ADMIN_ACCESS if claim.has_admin_access else self._evictor.protection(pods)
         if protected is not None:
             self._tell(claim, pods, f"{cause}; its pod is not evicted: {protected}")
             for _ in pods:
@@ -208,10 +222,11 @@ class FailedStarts:
         self._evictor.tell([itself, *map(pod_reference, pods)], REASON, message)
 
 
-def _is_prepared(claim: Claim, driver: str, pool: str) -> bool:
+def _is_prepared(claim: Claim, driver: str, pools: Collection[str]) -> bool:
     """Whether the node has reported devices of ``claim`` as ready."""
     return any(
-        (status.driver, status.pool) == (driver, pool)
+        status.driver == driver
+        and status.pool in pools
         and any(condition.type == "Ready" and condition.status == "True" for condition in status.conditions)
         for status in claim.status.devices
     )

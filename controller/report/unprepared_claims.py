@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from controller.cluster.cache import Snapshot
 from controller.eviction.evictor import ADMIN_ACCESS, own_protection
-from controller.eviction.failed_starts import FailedStart, is_widespread, starts_to_move
+from controller.eviction.failed_starts import FailedStart, asking_nodes, is_widespread, starts_to_move
 from driver.kube.types import Claim, Key, Pod
 from driver.model.plan import FailureCause, PlanStatus, UnpreparedClaim
 from driver.slices.pool_names import Pool
@@ -49,11 +49,11 @@ def _reported(
     snapshot: Snapshot, driver: str, claims_in: Callable[[PlanStatus], Iterable[UnpreparedClaim]]
 ) -> Iterator[tuple[Key, str, UnpreparedClaim]]:
     for node, plan in snapshot.plans.items():
-        pool = Pool(node, driver).name
+        pools = Pool(node, driver).names
         for reported in claims_in(plan.status):
             namespace, _, name = reported.claim.partition("/")
             claim = snapshot.cluster.claims.find(Key(namespace, name))
-            if claim is not None and claim.metadata.uid == reported.uid and claim.results_in(driver, pool):
+            if claim is not None and claim.metadata.uid == reported.uid and claim.results_in(driver, pools):
                 yield claim.metadata.key, node, reported
 
 
@@ -82,11 +82,10 @@ def next_step(
         return "the kubelet tries it again; no pod is evicted for it: controller.evictFailedStartsAfter is 0"
     if controller_silent is not None:
         return f"no pod is evicted while the controller sends no heartbeat, as for {controller_silent:.0f} s now"
-    has_admin_access = any(result.admin_access for result in claim.results)
-    protected = [ADMIN_ACCESS] if has_admin_access else [*filter(None, map(own_protection, pods))]
+    protected = [ADMIN_ACCESS] if claim.has_admin_access else [*filter(None, map(own_protection, pods))]
     if protected:
         return f"its pod is not evicted: {protected[0]}"
-    nodes = {moved.node for moved in starts_to_move(snapshot.plans)}
+    nodes = asking_nodes(starts_to_move(snapshot.plans), snapshot.cluster.claims)
     if is_widespread(len(nodes), len(snapshot.plans)):
         return f"no pod is evicted for it, since {len(nodes)} of {len(snapshot.plans)} nodes can't prepare claims"
     after = "controller.evictFailedStartsAfter seconds (unknown here; 0: never)"

@@ -6,7 +6,7 @@ so that the garbage collector need not track them: a cluster has tens of thousan
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -332,9 +332,14 @@ class Claim(Struct, frozen=True):
         """The allocated devices, of all drivers."""
         return self.status.allocation.devices.results if self.status.allocation is not None else ()
 
-    def results_in(self, driver: str, pool: str) -> list[Result]:
-        """The allocated devices of one pool."""
-        return [result for result in self.results if (result.driver, result.pool) == (driver, pool)]
+    @property
+    def has_admin_access(self) -> bool:
+        """Whether a device is allocated to it with adminAccess, of whatever driver: its pods are never evicted."""
+        return any(result.admin_access for result in self.results)
+
+    def results_in(self, driver: str, pools: Collection[str]) -> list[Result]:
+        """The allocated devices of some pools of a driver."""
+        return [result for result in self.results if result.driver == driver and result.pool in pools]
 
     @property
     def class_names(self) -> tuple[str, ...]:

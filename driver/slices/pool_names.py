@@ -51,6 +51,11 @@ class Pool:
         return Pool(self.node, self.driver, MONITORS)
 
     @property
+    def names(self) -> tuple[str, str]:
+        """The names of both pools of the node."""
+        return self.name, self.of_monitors.name
+
+    @property
     def monitor_slice(self) -> str:
         """Name of the slice with the monitor devices of all GPUs."""
         return shortened(f"00000-{self.node}-{self.driver}{MONITORS}")

@@ -22,6 +22,7 @@ from controller.demand.pending_claims import Queue
 from controller.report.cluster_view import ClusterView
 from controller.report.map_model import MapNode, cluster_map
 from driver.kube.types import GpuNodePlan
+from driver.model.device import is_monitor
 from driver.model.plan import GpuReport, encode_inventory
 from driver.slices.pool_names import Pool
 from tessera.map_drawing import draw_map, draw_summary
@@ -63,13 +64,17 @@ class MapCluster:
     def holds(self, claim: str, node: str, *devices: str, device_class: str = "gpu-inference", shares: int = 1) -> Self:
         """``claim`` is ``namespace/name``."""
         namespace, name = claim.split("/")
-        pool = Pool(node, DRIVER).name
-        results = [{"request": "gpu", "driver": DRIVER, "pool": pool, "device": device} for device in devices]
+        pool, results = Pool(node, DRIVER), list[dict[str, Any]]()
+        for device in devices:
+            of_pool = pool.of_monitors if is_monitor(device) else pool
+            result = {"request": "gpu", "driver": DRIVER, "pool": of_pool.name, "device": device}
+            results.append({**result, "adminAccess": is_monitor(device)})
         status = {"allocation": {"devices": {"results": results}}}
         self.situation.claim(
             name, request(device_class), status=status, metadata={"namespace": namespace, "uid": claim}
         )
-        self.held.setdefault(node, {}).update(dict.fromkeys(devices, shares))
+        held = (device for device in devices if not is_monitor(device))
+        self.held.setdefault(node, {}).update(dict.fromkeys(held, shares))
         return self
 
     def fails(

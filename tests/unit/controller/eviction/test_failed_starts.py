@@ -24,6 +24,7 @@ from driver.kube.client import KubeClient
 from driver.kube.events import Recorder
 from driver.kube.types import Claim, GpuNodePlan, Metadata, PlanMetadata, Pod
 from driver.model.plan import FailureCause, PlanSpec, PlanStatus, UnpreparedClaim
+from driver.slices.pool_names import Pool
 from tests.support.api_server import Exchange
 from tests.support.clock import FakeClock
 from tests.support.evictions import ClusterApi, allocated, ready
@@ -41,6 +42,12 @@ SMALL = "gpu-0-mig-1g10gb-0"
 def owner(name: str, kind: str = "ReplicaSet", *, controller: bool = True) -> dict[str, Any]:
     version = "batch/v1" if kind == "Job" else "apps/v1"
     return {"apiVersion": version, "kind": kind, "name": name, "uid": f"uid-{name}", "controller": controller}
+
+
+def monitor(node: str) -> dict[str, Any]:
+    """An allocated monitor device."""
+    pool = Pool(node, DRIVER).of_monitors.name
+    return {"request": "monitor", "driver": DRIVER, "pool": pool, "device": "gpu-0-monitor", "adminAccess": True}
 
 
 @dataclass
@@ -72,8 +79,8 @@ class Site:
 
     def claim(self, name: str, *pods: str, node: str = "node-a", **more: Any) -> None:
         reserved = [{"resource": "pods", "name": pod, "uid": f"uid-of-{pod}"} for pod in pods]
-        allocation = allocated(SMALL, **more.pop("result", {}))
-        allocation["devices"]["results"][0]["pool"] = f"{node}-{DRIVER}"
+        allocation = allocated(SMALL, **{"pool": f"{node}-{DRIVER}"} | more.pop("result", {}))
+        allocation["devices"]["results"] += more.pop("others", [])
         self.api.store(f"{CLAIMS}/{name}", status={"allocation": allocation, "reservedFor": reserved, **more})
 
     def pod(self, name: str, claim: str, node: str = "node-a", owners: Any = None, phase: str = "Pending") -> None:
@@ -204,6 +211,12 @@ def test_another_claim_of_the_same_name_is_left_alone(site: Site) -> None:
         ),
         pytest.param(
             lambda site: site.claim("serve", "serve", result={"adminAccess": True}), "adminAccess", id="adminAccess"
+        ),
+        pytest.param(
+            lambda site: site.claim("serve", "serve", others=[monitor("node-a")]), "adminAccess", id="and a monitor"
+        ),
+        pytest.param(
+            lambda site: site.claim("serve", "serve", result=monitor("node-a")), "adminAccess", id="a monitor"
         ),
         pytest.param(lambda site: site.budget("keep", "serve", 1, 2), "PodDisruptionBudget keep forbids it", id="PDB"),
     ],
@@ -424,6 +437,17 @@ def test_a_release_that_fails_everywhere_evicts_nobody(site: Site, caplog: pytes
     site.decide(AFTER_SECONDS)
     assert not site.api.evicted
     assert "too many nodes" in caplog.text
+
+
+def test_nodes_that_can_not_prepare_monitors_keep_no_other_pod_from_eviction(site: Site) -> None:
+    site.nodes = 18
+    for number in range(3):
+        site.start(f"pod-{number}", node=f"node-{number}")
+    for number in range(2):
+        site.claim(f"pod-{number}", f"pod-{number}", result=monitor(f"node-{number}"))
+    site.decide()
+    site.decide(AFTER_SECONDS)
+    assert site.api.evicted == ["pod-2"]
 
 
 def test_without_the_right_to_look_nobody_is_evicted(site: Site, caplog: pytest.LogCaptureFixture) -> None:

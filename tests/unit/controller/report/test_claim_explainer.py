@@ -10,7 +10,7 @@ import pytest
 from controller.eviction.failed_starts import FailedStart
 from controller.report.claim_explainer import Explainer, Explanation
 from controller.report.cluster_view import ClusterReads
-from driver.kube.types import Pod
+from driver.kube.types import Key, Pod
 from driver.model.plan import FaultKind
 from tests.support.map_cluster import MapCluster
 from tests.support.queues import ATTRIBUTES, FULL, profile, request
@@ -148,12 +148,14 @@ def test_no_repair_is_proposed_for_a_gpu_of_another_driver() -> None:
     assert "fault" not in {change.kind for change in only.changes}
 
 
-def unprepared(cause: str = "GPU", owner: str | None = "ReplicaSet", nodes: int = 1) -> MapCluster:
+def unprepared(
+    cause: str = "GPU", owner: str | None = "ReplicaSet", nodes: int = 1, devices: tuple[str, ...] = ("gpu-0",)
+) -> MapCluster:
     """A placed pod with a claim that its node can not prepare; ``nodes`` report such claims."""
     found = MapCluster()
     for number in range(nodes):
         name = f"n{number}"
-        found.gpu(name, 0).holds(f"team/{name}", name, "gpu-0").fails(f"team/{name}", name, cause)
+        found.gpu(name, 0).holds(f"team/{name}", name, *devices).fails(f"team/{name}", name, cause)
         controller = {"apiVersion": "v1", "kind": owner, "name": "o", "uid": "o", "controller": True}
         metadata = {"namespace": "team", "ownerReferences": [controller] if owner is not None else []}
         found.situation.pod(f"pod-{number}", name, metadata=metadata, nodeName=name)
@@ -172,6 +174,8 @@ UNKNOWN = "is evicted after controller.evictFailedStartsAfter seconds (unknown h
         (unprepared(owner=None), ", because of its GPU", "its pod is not evicted: it has no controller"),
         (unprepared(owner="DaemonSet"), ", because of its GPU", "its pod is not evicted: a pod of a DaemonSet"),
         (unprepared(nodes=2), ", because of its GPU", "no pod is evicted for it, since 2 of 2 nodes"),
+        (unprepared(devices=("gpu-0-monitor",)), ", because of its GPU", "its pod is not evicted: it has adminAccess"),
+        (unprepared(devices=("gpu-0", "gpu-0-monitor")), ", because of its GPU", "not evicted: it has adminAccess"),
     ],
 )
 def test_a_placed_pod_is_told_that_its_node_can_not_prepare_its_claim_and_what_happens(
@@ -226,6 +230,17 @@ def test_what_a_node_reports_of_other_claims_is_not_believed(wrong: dict[str, st
     elsewhere = unprepared().node("n9", unprepared().plans["n0"])
     elsewhere.plans["n0"] = {}
     assert list(Explainer(elsewhere.view()).unprepared()) == []
+
+
+def test_nodes_that_can_not_prepare_monitors_are_no_sign_that_a_release_is_bad() -> None:
+    cluster = unprepared()
+    cluster.gpu("m", 0).holds("team/m", "m", "gpu-0-monitor").fails("team/m", "m")
+    assert UNKNOWN in explained(cluster, "pod-0")[0].message
+
+
+def test_a_monitor_that_its_node_can_not_release_is_reported() -> None:
+    cluster = MapCluster().gpu("n", 0).holds("team/a", "n", "gpu-0-monitor").fails("team/a", "n", what="unreleased")
+    assert [*cluster.view().failed_releases] == [Key("team", "a")]
 
 
 def test_a_claim_that_its_node_can_not_release_says_why_its_pod_stays_in_terminating() -> None:
