@@ -65,8 +65,8 @@ class HardwareMemory:
 
     ``kinds`` by selector and nodes, and ``sets`` of GPUs by selector, kind, nodes and attributes. ``free`` slices and
     ``outcomes`` of a node hold as long as its GPUs are the same objects; ``order`` are the nodes by free slices.
-    ``monitors``: how many monitor devices of each node a selector selects. ``present``, ``unheld`` and ``ideal`` are
-    the last ``Feasibility`` of each kind.
+    ``monitors``: how many monitor devices a selector selects on each node that has at least so many. ``present``,
+    ``unheld`` and ``ideal`` are the last ``Feasibility`` of each kind.
     """
 
     hardware: Hardware | None
@@ -75,7 +75,7 @@ class HardwareMemory:
     free: dict[str, tuple[tuple[FleetGpu, ...], float]] = field(default_factory=dict)
     order: list[tuple[float, str]] = field(default_factory=list)
     having: Counter[OfferKind] = field(default_factory=Counter)
-    monitors: dict[Selector, Mapping[str, int]] = field(default_factory=dict)
+    monitors: dict[tuple[Selector, int], Mapping[str, int]] = field(default_factory=dict)
     outcomes: dict[ClaimRequirements, NodeOutcomes] = field(default_factory=dict)
     present: Feasibility | None = None
     unheld: Feasibility | None = None
@@ -241,11 +241,12 @@ class Feasibility:
 
     def monitors(self, request: DeviceRequest) -> Mapping[str, int]:
         """The nodes that have the monitor devices of a request with adminAccess, and how many it selects there."""
-        monitors = self._memory.monitors
-        if request.selector not in monitors:
-            _remember(monitors, request.selector, request.selector.monitors_among(self.fleet), MAX_SELECTIONS)
-        needed = request.count or 1
-        return {node: count for node, count in monitors[request.selector].items() if count >= needed}
+        query = (request.selector, request.count or 1)
+        if query not in self._memory.monitors:
+            counts = request.selector.monitors_among(self.fleet).items()
+            enough = {node: count for node, count in counts if count >= query[1]}
+            _remember(self._memory.monitors, query, enough, MAX_SELECTIONS)
+        return self._memory.monitors[query]
 
     def having(self, kind: OfferKind) -> int:
         """The number of GPUs in the whole fleet that have devices of ``kind``."""

@@ -7,7 +7,7 @@ gets wider offers later (``controller.curation.overdue_claims``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from enum import StrEnum
 from hashlib import blake2b
 from itertools import islice
@@ -26,6 +26,9 @@ MAX_CONDITIONS = 64
 
 CORDONED = Taint("node.kubernetes.io/unschedulable", "NoSchedule")
 """The taint that a pod must tolerate to run on an unschedulable node."""
+
+NODE_NAME_FIELD = "metadata.name"
+"""The field of nodes by which a node affinity selects them: the DaemonSet controller names the node of each pod so."""
 
 BLOCKING = frozenset({"NoSchedule", "NoExecute"})
 """Effects of taints, of a node that keep new pods from it and of a device that prevent its allocation."""
@@ -58,8 +61,8 @@ class Eligibility:
     """The nodes on which pods may run; remembers the answers for the pods of recent decisions."""
 
     def __init__(self, nodes: Iterable[Node]) -> None:
-        self._nodes = tuple(nodes)
-        self._all_nodes = frozenset(node.metadata.name for node in self._nodes)
+        self._nodes = {node.metadata.name: node for node in nodes}
+        self._all_nodes = frozenset(self._nodes)
         self._nodes_of: dict[bytes, frozenset[str]] = {}
         self._before: dict[bytes, frozenset[str]] = {}
 
@@ -76,7 +79,23 @@ class Eligibility:
         if nodes is None:
             nodes = self._before.get(condition)
             if nodes is None:
-                admitting = (node for node in self._nodes if next(_exclusions(spec, node), None) is None)
+                names: Set[str] = self._nodes.keys()
+                affinity = spec.affinity.node_affinity if spec.affinity is not None else None
+                if affinity is not None and affinity.required is not None and not spec.node_name:
+                    # Each pod of a DaemonSet names one node: the others are not examined for it.
+                    terms = affinity.required.node_selector_terms
+                    named = [
+                        [
+                            field.values
+                            for field in term.match_fields
+                            if (field.key, field.operator) == (NODE_NAME_FIELD, "In")
+                        ]
+                        for term in terms
+                    ]
+                    if all(named):
+                        names = names & {name for of_term in named for values in of_term for name in values}
+                candidates = (self._nodes[name] for name in names)
+                admitting = (node for node in candidates if next(_exclusions(spec, node), None) is None)
                 nodes = frozenset(
                     node.metadata.name for node in admitting if all(selects(selector, node) for selector in selectors)
                 )
@@ -177,7 +196,7 @@ def selects(selector: NodeSelector, node: Node) -> bool:
 
 def _failing(term: NodeTerm, node: Node) -> Iterator[Expression]:
     """The requirements of ``term`` that ``node`` does not meet."""
-    labels, fields = node.metadata.labels, {"metadata.name": node.metadata.name}
+    labels, fields = node.metadata.labels, {NODE_NAME_FIELD: node.metadata.name}
     yield from (requirement for requirement in term.match_expressions if not meets(requirement, labels))
     yield from (requirement for requirement in term.match_fields if not meets(requirement, fields))
 

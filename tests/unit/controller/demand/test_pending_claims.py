@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from controller.demand import node_eligibility
 from controller.demand.demand import Demand, demand_of
 from controller.demand.node_eligibility import Eligibility, exclusion
 from controller.demand.pending_claims import Queue
-from driver.kube.types import Key, Pod, PodSpec
+from driver.kube.types import Key, Node, NodeSelector, Pod, PodSpec
 from driver.model.offer import FULL as FULL_KEY
 from tests.support.queues import FULL, Situation, node_of, profile, request
 
@@ -56,6 +57,11 @@ def two_nodes() -> Situation:
         pytest.param(
             {"affinity": required(expressions("pool", "Exists"), fields("In", "b"))}, ON_BOTH, id="one term is enough"
         ),
+        pytest.param({"affinity": required(fields("In", "b"), fields("In", "a"))}, ON_BOTH, id="terms for fields"),
+        pytest.param(
+            {"affinity": required(fields("In", "b", "gone"), expressions("pool", "In", "dev"))}, ON_B, id="a node gone"
+        ),
+        pytest.param({"affinity": required(fields("In", "b")), "nodeName": "a"}, ON_A, id="node name despite fields"),
         pytest.param({"affinity": {"podAffinity": {}}}, ON_BOTH, id="affinity to pods is the scheduler's business"),
     ],
 )
@@ -189,6 +195,24 @@ def test_a_pod_that_asks_by_extended_resource_makes_demand_before_it_has_a_claim
 def test_devices_of_two_containers_are_asked_of_one_node() -> None:
     there = by_resource(containers=[container(GPU, "1"), container(GPU, "1")])
     assert set(demand_of(there.queue)[0].together) == {ON_A, ON_B}
+
+
+def test_the_pods_of_a_daemonset_do_not_examine_each_node_for_each_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    there, examined = Situation([]), list[str]()
+    selects = node_eligibility.selects
+
+    def counted(selector: NodeSelector, node: Node) -> bool:
+        examined.append(node.metadata.name)
+        return selects(selector, node)
+
+    monkeypatch.setattr(node_eligibility, "selects", counted)
+    names = [f"node-{number}" for number in range(20)]
+    for name in names:
+        there.node(name)
+        there.wants(request(selector=FULL, adminAccess=True), name=name, affinity=required(fields("In", name)))
+    queue = there.queue
+    assert [queue.nodes(pending) for pending in queue.pending] == [{name} for name in names]
+    assert examined == names
 
 
 @pytest.mark.parametrize(
