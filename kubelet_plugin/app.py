@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import sys
 import threading
@@ -347,6 +348,7 @@ def discovered_plugin(
             missing = error.reason
         except HardwareError as error:
             missing = str(error)
+        gc.collect()  # what has failed to start; the start of the process has switched it off
         AwaitedHardware(settings, missing, observer, sockets).serve(stop)
     return None
 

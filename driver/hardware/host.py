@@ -149,13 +149,16 @@ class Host(MigOperations):
         """The id of the current boot; None if it cannot be read."""
         return boot_id(self._paths) or None
 
+    def count_gpus(self) -> int:
+        """The number of GPUs, none of which is asked: one of them may hang."""
+        with nvml_call("counting GPUs"):
+            return int(self._nvml.nvmlDeviceGetCount())
+
     def discover(self) -> Discovery:
         """Read the facts of every GPU. A GPU that fails is reported; the others are unaffected."""
-        with nvml_call("counting GPUs"):
-            count = self._nvml.nvmlDeviceGetCount()
         found: list[Gpu] = []
         faults: list[GpuFault] = []
-        for index in range(count):
+        for index in range(self.count_gpus()):
             try:
                 handle, gpu = self._timeouts.run(index, partial(self._read, index))
             except pynvml.NVMLError as error:

@@ -42,7 +42,7 @@ def missing_hardware(settings: NodeSettings) -> str | None:
     try:
         require_driver_files(settings)
         with open_host(settings, lasting=True) as (host, _):
-            host.discover()
+            host.count_gpus()
     except DriverMissing as error:
         return error.reason
     except RecoverableError as error:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import tempfile
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -13,8 +16,11 @@ import pynvml
 import pytest
 import yaml
 
+from driver.errors import HardwareError
 from driver.kube.reads import RESOURCE_GROUP
 from driver.simulator.node import SimulatedNode
+from kubelet_plugin import app
+from kubelet_plugin.settings import node_settings
 from tests.harness.waiting import wait_for
 from tests.support.api_server import SLICES, ObjectApi
 from tests.support.claims import DRIVER, NODE, result
@@ -269,3 +275,32 @@ def test_a_plugin_that_is_killed_while_it_releases_without_the_driver_leaves_not
         site.bring_driver()
         wait_for(lambda: site.left() == [], 60, f"nothing is left after a kill {point}")
         site.kill()
+
+
+def test_what_a_failed_start_has_built_is_freed_before_the_plugin_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start of the process has switched the garbage collector off."""
+    built: list[weakref.ref[object]] = []
+    held: list[bool] = []
+
+    class FailingPlugin:
+        def __init__(self, *_: object) -> None:
+            self.cycle = self
+            built.append(weakref.ref(self))
+            raise HardwareError("counting GPUs: NVML says UNKNOWN (999)")
+
+    class Waiting:
+        def __init__(self, *_: object) -> None:
+            held.append(built[-1]() is not None)
+
+        def serve(self, stop: threading.Event) -> None:
+            if len(built) == 3:
+                stop.set()
+
+    monkeypatch.setattr(app, "NodePlugin", FailingPlugin)
+    monkeypatch.setattr(app, "AwaitedHardware", Waiting)
+    gc.disable()
+    try:
+        assert app.discovered_plugin(node_settings(node_name=NODE), threading.Event()) is None
+    finally:
+        gc.enable()
+    assert held == [False] * 3

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from driver.errors import EnvironmentFault, UsageError
-from kubelet_plugin.inventory.open_hardware import open_host
+from driver.hardware import host as hosts
+from kubelet_plugin.inventory.open_hardware import missing_hardware, open_host
 from kubelet_plugin.settings import NodeSettings, node_settings
 
 
@@ -86,3 +87,12 @@ def test_who_looks_for_another_node_than_the_one_that_is_there_is_told(tmp_path:
 def look(root: Path) -> None:
     with open_host(simulated(root), lasting=False):
         pass
+
+
+def test_whether_the_driver_is_there_is_found_without_asking_a_gpu_which_may_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(hosts, "read_gpu", lambda *arguments, **_: asked.append(arguments))
+    assert missing_hardware(simulated(tmp_path / "node")) is None
+    assert not asked
