@@ -264,7 +264,7 @@ CASES = {
     ),
     "admin access to nothing": Case(
         "NothingMatches",
-        "no GPU has it",
+        "selects no monitor device",
         {"name": "gpu", "exactly": {**asked("gpu-inference", NO_PROFILE)["exactly"], "adminAccess": True}},
         before=allow_admin_access,
     ),
