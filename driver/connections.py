@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from http.client import HTTPS_PORT, HTTPConnection, HTTPException, HTTPResponse
+from http.client import HTTP_PORT, HTTPS_PORT, HTTPConnection, HTTPException, HTTPResponse, IncompleteRead
 from urllib.parse import urlsplit
 
 MAX_CONNECTIONS = 16
@@ -29,7 +29,7 @@ CONNECTION_ERRORS: tuple[type[Exception], ...] = (OSError, HTTPException)
 class _TlsConnection(HTTPConnection):
     default_port = HTTPS_PORT
 
-    def __init__(self, host: str, port: int | None, timeout: float, context: ssl.SSLContext, server_name: str) -> None:
+    def __init__(self, host: str, port: int, timeout: float, context: ssl.SSLContext, server_name: str) -> None:
         super().__init__(host, port, timeout)
         self._context, self._server_name = context, server_name
 
@@ -50,8 +50,9 @@ class Connections:
         parts = urlsplit(url)
         if not parts.hostname or (parts.scheme, context is None) not in {("http", True), ("https", False)}:
             raise ValueError(f"{url}: the address of a server is http://HOST or https://HOST")
-        self._host, self._port, self._context = parts.hostname, parts.port, context
-        self._server_name = server_name or parts.hostname
+        self._host, self._context = parts.hostname, context
+        self._port = parts.port or (HTTP_PORT if context is None else HTTPS_PORT)  # never read from an IPv6 address
+        self._server_name = server_name or parts.hostname.rstrip(".")  # certificates name hosts without the last dot
         self._idle: list[HTTPConnection] = []
         weakref.finalize(self, _close_all, self._idle)
 
@@ -67,11 +68,11 @@ class Connections:
         """Send a request and return the response as soon as its headers have arrived.
 
         ``timeout_s`` is for connecting and for each wait for data afterwards, together; ``read_timeout_s``, if given,
-        for each such wait alone. A request that is REPEATABLE is sent again if an idle connection turns out to be
-        closed. Raises OSError, HTTPException; ValueError for a header or path that cannot be sent.
+        for each such wait alone. A request that is REPEATABLE is sent once again, on a new connection, if an idle
+        one turns out to be closed. Raises OSError, HTTPException; ValueError for a header or path that cannot be sent.
         """
         message = (method, path, body, headers)
-        while (idle := self._take_idle()) is not None:
+        if (idle := self._take_idle()) is not None:
             try:
                 return self._exchange(idle, message, read_timeout_s or timeout_s)
             except (ConnectionError, ssl.SSLError):
@@ -116,10 +117,13 @@ class Connections:
     ) -> Response:
         try:
             connection.sock.settimeout(timeout_s)
-            connection.request(*message)
+            with suppress(BrokenPipeError, ConnectionResetError):  # a server may refuse a body before it is complete
+                connection.request(*message)
             return Response(connection.getresponse(), connection, self)
-        except BaseException:
+        except BaseException as error:
             connection.close()
+            if isinstance(error, OSError):  # the other connections probably lead to the same dead server
+                _close_all(self._idle)
             raise
 
 
@@ -147,6 +151,8 @@ class Response:
         """
         while chunk := self._response.read1(limit):
             yield chunk
+        if self._response.length:
+            raise IncompleteRead(b"", self._response.length)
 
     def close(self) -> None:
         """Close the connection: the rest of the body is not needed."""
@@ -155,5 +161,6 @@ class Response:
 
 
 def _close_all(connections: list[HTTPConnection]) -> None:
-    while connections:
-        connections.pop().close()
+    with suppress(IndexError):  # other threads take connections, too
+        while True:
+            connections.pop().close()
