@@ -60,7 +60,7 @@ def _documents(file: str, text: bytes) -> Iterator[Document | Finding]:
         for number, content in enumerate(yaml.load_all(text, _Loader), 1):
             for item in items_of(content):
                 yield Document(file, number, item)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         place = _place(text, mark) if mark else ""
         message = f"is not valid YAML: {getattr(error, 'problem', None) or error}"

@@ -16,12 +16,15 @@ SURROGATES = re.compile(rb"(?<!\\)((?:\\\\)*)(\\u[dD][89abAB]" + HEX + rb"\\u[dD
 class YamlLoader(yaml.SafeLoader):
     """libyaml scans and parses, PyYAML composes: libyaml's recursion in C would end the process where this raises.
 
-    Raises YAMLError, RecursionError if it is too deeply nested, and ValueError for what is not of its tag.
+    Raises YAMLError, RecursionError if it is too deeply nested, ValueError and ArithmeticError for what is not of its
+    tag.
     """
 
     def __init__(self, stream: bytes | str) -> None:
         super().__init__("")
-        if isinstance(stream, bytes) and stream.lstrip().startswith((b"{", b"[")):
+        if isinstance(stream, str):
+            stream = stream.encode()
+        if stream.lstrip().startswith((b"{", b"[")):
             stream = SURROGATES.sub(_as_utf8, stream)
         self._parser = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(stream)
 
@@ -46,5 +49,5 @@ def read_yaml(text: bytes | str) -> Any:
     """The content of the only document. Raises YAMLError."""
     try:
         return YamlLoader(text).get_single_data()
-    except (ValueError, LookupError, AttributeError, RecursionError) as error:
+    except (ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
         raise yaml.YAMLError(str(error)) from error

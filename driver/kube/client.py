@@ -210,14 +210,17 @@ class KubeClient:
         read_timeout_s: float | None = None,
     ) -> Any:
         access = self._access
-        target = access.target(path) + (f"?{urlencode(query)}" if query else "")
+        target = access.target(path) + (f"?{urlencode(query, errors='surrogatepass')}" if query else "")
         headers = dict(self._headers)
+        try:
+            encoded = None if body is None else msgspec.json.encode(body)
+        except ValueError as error:
+            raise ApiError(f"{method} {path}: the object can't be sent: {error}") from error
         try:
             if (authorization := access.authorization()) is not None:
                 headers["Authorization"] = authorization
             if body is not None:
                 headers["Content-Type"] = content
-            encoded = None if body is None else msgspec.json.encode(body)
             response = access.connections.open(
                 method, target, headers, encoded, REQUEST_TIMEOUT_SECONDS, read_timeout_s
             )

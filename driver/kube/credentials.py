@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from driver.connections import CONNECTION_ERRORS, MAX_CONNECTIONS, Connections
 from driver.errors import EnvironmentFault
@@ -41,6 +41,9 @@ RENEWAL_SECONDS = 300.0
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Directory with the certificate authority and the ServiceAccount token of a pod."""
 
+PATH_CHARACTERS = "/:@!$&'()*+,;=~%"
+"""Characters of a path that are sent as they are (RFC 3986, 3.3), and ``%`` of what is encoded already."""
+
 PROXIES = frozenset({"http_proxy", "https_proxy", "all_proxy"})
 
 POD = "KUBERNETES_SERVICE_HOST"
@@ -63,8 +66,11 @@ class Access:
     authorization: Authorization
 
     def target(self, path: str) -> str:
-        """The target of a request: ``path`` below the path of ``host``, which a server of many clusters has."""
-        return f"{urlsplit(self.host).path}{path}"
+        """The target of a request: ``path`` below the path of ``host``, which a server of many clusters has.
+
+        Other characters are percent-encoded, also those that no text has: the server refuses them.
+        """
+        return quote(f"{urlsplit(self.host).path}{path}", PATH_CHARACTERS, errors="surrogatepass")
 
 
 def load_configuration(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -63,7 +64,7 @@ def test_the_pods_of_the_gang_are_bound_with_two_gpus_each(client: KubeClient) -
     apply(client, "podgroup")
 
     def bound() -> bool:
-        pods = client.get_object(f"{PODS}?labelSelector=job-name%3Dgang")["items"]
+        pods = json.loads(client.get(PODS, {"labelSelector": "job-name=gang"}))["items"]
         return len([pod for pod in pods if pod["spec"].get("nodeName") == "n1"]) == 2
 
     wait_for(bound, BOUND_S, "both pods are bound")

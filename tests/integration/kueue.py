@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import signal
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from driver.errors import RecoverableError
+from driver.errors import NOT_FOUND, RecoverableError, accepted_status
 from driver.kube.client import KubeClient, Object, load_configuration
 from tests.harness.certs import Authority
 from tests.harness.cluster import Cluster
@@ -225,7 +226,7 @@ class Queues:
 
     def pods(self, job: str) -> list[Object]:
         """Its pods that are not being deleted."""
-        found = self.client.get_object(f"{PODS}?labelSelector=job-name%3D{job}")["items"]
+        found = json.loads(self.client.get(PODS, {"labelSelector": f"job-name={job}"}))["items"]
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
     def admitted(self, job: str) -> bool:
@@ -255,7 +256,8 @@ class Queues:
 
     def remove(self, path: str) -> None:
         """Remove one object, and the pods of a job, which would otherwise stay."""
-        self.client.delete(f"{path}?propagationPolicy=Background", missing_ok=True)
+        with accepted_status(NOT_FOUND):
+            self.client._request("DELETE", path, {"propagationPolicy": "Background"})
 
     def items(self, path: str) -> list[Object]:
         """The objects of a list."""

@@ -358,6 +358,7 @@ def test_a_value_that_is_not_of_its_tag_is_a_finding(value: str) -> None:
         ("\x00", "is not valid YAML"),
         ("{{ .Values.x }}: y", "is not valid YAML"),
         ("[" * 1200, "is not valid YAML"),
+        (f"a: 1{':00' * 200}.5", "is not valid YAML: int too large to convert to float"),
     ],
 )
 def test_a_file_that_is_no_yaml_is_a_finding_after_what_could_be_read(text: str, expected: str) -> None:

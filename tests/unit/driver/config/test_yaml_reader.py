@@ -15,6 +15,9 @@ from tests.fuzz.objects import Hostile
 SLOW_SEED, SLOW_OBJECT = 23, 32
 """An object of the fuzz test with deeply nested lists: PyYAML's own scanner needed 1.5 s for its 9 kB."""
 
+TOO_LARGE = f"a: 1{':00' * 200}.5"
+"""A number by its syntax, to the base 60."""
+
 
 @pytest.mark.parametrize("part", ["[", "- ", "{a: ", "? ", "{? ", "[a, "])
 def test_what_is_nested_too_deeply_is_refused_at_once(part: str) -> None:
@@ -40,7 +43,9 @@ def test_the_content_is_what_pyyaml_reads(text: str) -> None:
     assert list(yaml.load_all(f"{text}\n---\n{text}".encode(), YamlLoader)) == [yaml.safe_load(text)] * 2
 
 
-@pytest.mark.parametrize("text", ["a: 2024-13-45", "!!int x", "a: \x00", "a: b: c", "!foo x", "- a\n---\n- b"])
+@pytest.mark.parametrize(
+    "text", ["a: 2024-13-45", "!!int x", "a: \x00", "a: b: c", "!foo x", "- a\n---\n- b", TOO_LARGE]
+)
 def test_what_is_no_yaml_is_refused_with_one_kind_of_error(text: str) -> None:
     with pytest.raises(yaml.YAMLError):
         read_yaml(text)
@@ -48,7 +53,8 @@ def test_what_is_no_yaml_is_refused_with_one_kind_of_error(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["\U0001f600", "\\\U0001f600", "\\\\ud83d\\ude00", "a\u00e9\U0001f600\U0001f680"])
 def test_json_may_escape_every_character(text: str) -> None:
-    assert read_yaml(json.dumps({"a": text}).encode()) == {"a": text}
+    escaped = json.dumps({"a": text})
+    assert read_yaml(escaped) == read_yaml(escaped.encode()) == {"a": text}
 
 
 def test_half_a_character_is_refused() -> None:

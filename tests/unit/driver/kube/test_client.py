@@ -242,6 +242,27 @@ def test_a_token_that_cannot_be_sent_is_an_error_without_the_token(script: Scrip
     assert TOKEN not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "sent"),
+    [
+        ("n\u00e4", "n%C3%A4"),
+        ("a b", "a%20b"),
+        ("a?b#c", "a%3Fb%23c"),
+        ("a\r\nX: y", "a%0D%0AX:%20y"),
+        ("\udcff", "%ED%B3%BF"),
+        ("http:a~b%2Fc", "http:a~b%2Fc"),
+    ],
+)
+def test_every_name_can_be_asked_for(script: Script, name: str, sent: str) -> None:
+    script.client.get(f"{PATH}/{name}", {"fieldSelector": name})
+    assert script.seen[0].route == f"{PATH}/{sent}"
+
+
+def test_an_object_that_cannot_be_sent_is_not_the_fault_of_the_token(script: Script) -> None:
+    with pytest.raises(ApiError, match=r"the object can't be sent: .*surrogates"):
+        script.client.create(PATH, {"reason": "\udcff"})
+
+
 def test_no_error_and_no_log_line_shows_the_token(script: Script, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     script.answer = lambda exchange: exchange.cut()
