@@ -125,9 +125,10 @@ class Site:
         return sum(cycle.cut for cycle in self.cycles)
 
     def has_a_complete_pool(self) -> bool:
-        all_pools = (item["spec"]["pool"] for item in self.api.folder(SLICES).values())
+        """With the monitor devices, which are written last."""
+        all_pools = [item["spec"]["pool"] for item in self.api.folder(SLICES).values()]
         pools = [pool for pool in all_pools if not pool["name"].endswith(MONITORS)]
-        return bool(pools) and len(pools) == pools[0]["resourceSliceCount"]
+        return 0 < len(pools) < len(all_pools) and len(pools) == pools[0]["resourceSliceCount"]
 
     def written(self) -> list[str]:
         """The requests that changed slices, in order."""
