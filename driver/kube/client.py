@@ -100,9 +100,9 @@ class KubeClient:
     def replace(self, path: str, body: Object, query: Mapping[str, str] | None = None) -> Object:
         return self._object("PUT", path, body, query)
 
-    def patch(self, path: str, body: Object) -> Object:
+    def patch(self, path: str, body: Object, query: Mapping[str, str] | None = None) -> Object:
         """Merge ``body`` into the object; None deletes a key. Without a resourceVersion there is no precondition."""
-        return self._object("PATCH", path, body, content=MERGE_PATCH)
+        return self._object("PATCH", path, body, query, MERGE_PATCH)
 
     def patch_existing(self, path: str, body: Object) -> Object | None:
         """Like ``patch``; None if the object does not exist, or does not have the ``metadata.uid`` in ``body``."""

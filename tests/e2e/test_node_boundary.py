@@ -70,7 +70,7 @@ def node_a(cluster: Cluster) -> KubeClient:
     device = {"driver": DRIVER, "pool": POOL_B, "device": "gpu-0"}
 
     def by_a_policy(call: Callable[..., object], path: str, body: Object) -> bool:
-        return "ValidatingAdmissionPolicy 'own-" in refused(call, f"{path}?dryRun=All", body)
+        return "ValidatingAdmissionPolicy 'own-" in refused(call, path, body, {"dryRun": "All"})
 
     for call, path, body in (
         (found.patch, status_of("node-b"), {"status": {"epoch": "x"}}),
