@@ -249,7 +249,7 @@ class ClusterCache:
 
     def _nodes_changed(self, changes: Sequence[Change[Node]]) -> bool:
         for name in (change.key.name for change in changes):
-            self._node_of_pool |= {Pool(name, self._driver, suffix).name: name for suffix in ("", MONITORS)}
+            self._node_of_pool |= dict.fromkeys(Pool(name, self._driver).names, name)
         self._outdated_nodes |= {change.key.name for change in changes}
         return self._take(changes, self._nodes_by_name)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from controller.cluster.node_use_labels import UNDEDICATED, Dedication, dedication_of
@@ -131,9 +131,7 @@ class NodeViews:
             self._changed_nodes.add(name)
         self._update_pools(name, slices)
         is_ours = plan is not None or slices
-        view = self._view(node, plan, slices, held) if node is not None and is_ours else None
-        if view is not None and is_monitored:
-            view = replace(view, is_monitored=True)
+        view = self._view(node, plan, slices, held, is_monitored=is_monitored) if node is not None and is_ours else None
         before = self._views.get(name)
         if view != before:
             self._all = None
@@ -153,7 +151,13 @@ class NodeViews:
             self._pools[node] = frozenset(part.pool for part in parts)
 
     def _view(
-        self, node: Node, plan: GpuNodePlan | None, slices: Collection[PublishedSlice], held: Mapping[str, Held]
+        self,
+        node: Node,
+        plan: GpuNodePlan | None,
+        slices: Collection[PublishedSlice],
+        held: Mapping[str, Held],
+        *,
+        is_monitored: bool,
     ) -> NodeView:
         name = node.metadata.name
         of_monitors = Pool(name, self._driver, MONITORS).name
@@ -172,6 +176,7 @@ class NodeViews:
             dedication=dedication_of(node.metadata.labels),
             why_no_offers=_why_no_offers(node, paused=paused),
             follows_plan=not paused and plan is not None and plan.followed,
+            is_monitored=is_monitored,
         )
 
 

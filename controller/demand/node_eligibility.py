@@ -82,18 +82,8 @@ class Eligibility:
                 names: Set[str] = self._nodes.keys()
                 affinity = spec.affinity.node_affinity if spec.affinity is not None else None
                 if affinity is not None and affinity.required is not None and not spec.node_name:
-                    # Each pod of a DaemonSet names one node: the others are not examined for it.
-                    terms = affinity.required.node_selector_terms
-                    named = [
-                        [
-                            field.values
-                            for field in term.match_fields
-                            if (field.key, field.operator) == (NODE_NAME_FIELD, "In")
-                        ]
-                        for term in terms
-                    ]
-                    if all(named):
-                        names = names & {name for of_term in named for values in of_term for name in values}
+                    named = _named_nodes(affinity.required)
+                    names = names if named is None else names & named
                 candidates = (self._nodes[name] for name in names)
                 admitting = (node for node in candidates if next(_exclusions(spec, node), None) is None)
                 nodes = frozenset(
@@ -102,6 +92,16 @@ class Eligibility:
             # One object for most pods.
             nodes = self._nodes_of[condition] = self._all_nodes if nodes == self._all_nodes else nodes
         return nodes
+
+
+def _named_nodes(selector: NodeSelector) -> set[str] | None:
+    """The only nodes that ``selector`` can select, as for each pod of a DaemonSet; None if it names none."""
+    by_name = (NODE_NAME_FIELD, "In")
+    of_terms = [
+        [field.values for field in term.match_fields if (field.key, field.operator) == by_name]
+        for term in selector.node_selector_terms
+    ]
+    return {name for fields in of_terms for values in fields for name in values} if all(of_terms) else None
 
 
 def condition_of(spec: PodSpec, allocations: Iterable[object]) -> bytes:

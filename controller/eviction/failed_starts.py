@@ -60,11 +60,11 @@ class FailedStart(NamedTuple):
         """Node and UID of the claim."""
         return self.node, self.unprepared.uid
 
-    @property
-    def claim(self) -> Key:
-        """Name of the claim as the node reports it: hostile input."""
-        namespace, _, name = self.unprepared.claim.partition("/")
-        return Key(namespace, name)
+
+def claim_of(reported: UnpreparedClaim) -> Key:
+    """The claim as the node names it: hostile input."""
+    namespace, _, name = reported.claim.partition("/")
+    return Key(namespace, name)
 
 
 def reported_starts(plans: Mapping[str, GpuNodePlan]) -> Iterator[FailedStart]:
@@ -81,7 +81,7 @@ def starts_to_move(plans: Mapping[str, GpuNodePlan]) -> Iterator[FailedStart]:
 
 def asking_nodes(starts: Iterable[FailedStart], claims: ClaimIndex) -> set[str]:
     """The nodes that ask for evictions by ``starts``; claims with adminAccess, whose pods are never evicted, do not."""
-    of_claims = ((start.node, claims.find(start.claim)) for start in starts)
+    of_claims = ((start.node, claims.find(claim_of(start.unprepared))) for start in starts)
     return {node for node, claim in of_claims if claim is None or not claim.has_admin_access}
 
 
@@ -171,7 +171,7 @@ class FailedStarts:
     def _move(self, start: FailedStart, claims: ClaimIndex) -> bool:
         """Evict the pods of one claim, all or none; False if they are protected. Raises ApiError."""
         unprepared, pools = start.unprepared, Pool(start.node, self._driver).names
-        namespace, name = start.claim
+        namespace, name = claim_of(start.unprepared)
         if not (SUBDOMAIN.fullmatch(namespace) and SUBDOMAIN.fullmatch(name)):
             return False  # no claim has such a name; it could lead elsewhere
         claim = read_claim(self._client, namespace, name)

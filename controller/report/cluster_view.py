@@ -25,7 +25,7 @@ from controller.curation.reservation import overdue_reservation
 from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import Queue
 from controller.eviction.failed_starts import REASON as FAILED_START
-from controller.eviction.failed_starts import FailedStart
+from controller.eviction.failed_starts import FailedStart, claim_of
 from controller.explain.events import WrittenEvent
 from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ClaimReason
@@ -184,7 +184,7 @@ class ClusterReads(Lookups):
 
     def eviction_outcome(self, start: FailedStart) -> str | None:
         """What the controller reported last of evicting the pods of a claim; None: nothing since it fails."""
-        namespace, _, name = start.unprepared.claim.partition("/")
+        namespace, name = claim_of(start.unprepared)
         event = self._last_event(Metadata(name=name, namespace=namespace, uid=start.unprepared.uid), FAILED_START)
         is_old = event is None or (event.last_timestamp or "") < start.unprepared.since
         return None if event is None or is_old else event.message

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from controller.cluster.cache import Snapshot
 from controller.eviction.evictor import ADMIN_ACCESS, own_protection
-from controller.eviction.failed_starts import FailedStart, asking_nodes, is_widespread, starts_to_move
+from controller.eviction.failed_starts import FailedStart, asking_nodes, claim_of, is_widespread, starts_to_move
 from driver.kube.types import Claim, Key, Pod
 from driver.model.plan import FailureCause, PlanStatus, UnpreparedClaim
 from driver.slices.pool_names import Pool
@@ -51,8 +51,7 @@ def _reported(
     for node, plan in snapshot.plans.items():
         pools = Pool(node, driver).names
         for reported in claims_in(plan.status):
-            namespace, _, name = reported.claim.partition("/")
-            claim = snapshot.cluster.claims.find(Key(namespace, name))
+            claim = snapshot.cluster.claims.find(claim_of(reported))
             if claim is not None and claim.metadata.uid == reported.uid and claim.results_in(driver, pools):
                 yield claim.metadata.key, node, reported
 

@@ -42,12 +42,7 @@ class ResolvedClaim(NamedTuple):
     """The devices that a claim gets, and its monitor devices, of whose GPUs it gets nothing."""
 
     devices: Sequence[AllocatedDevice]
-    monitors: tuple[MonitorRecord, ...] = ()
-
-    @property
-    def names(self) -> set[str]:
-        """Of the devices."""
-        return {item.device.name for item in self.devices}
+    monitors: tuple[MonitorRecord, ...]
 
 
 def resolve(reference: ClaimReference, claim: Claim, pool: Pool, inventory: Inventory) -> ResolvedClaim:
@@ -106,12 +101,12 @@ def _monitors(
 
 def _device(reference: ClaimReference, result: Result, pool: Pool, inventory: Inventory) -> Device:
     where = f"claim {reference}, request {result.request}"
-    if result.pool != pool.name and result.pool == pool.of_monitors.name:
-        raise ClaimError(
-            f"{where}: {result.device} is a monitor device, which only requests with adminAccess: true can have: add "
-            "adminAccess, or request a DeviceClass of GPUs, partitions or shares"
-        )
     if result.pool != pool.name:
+        if result.pool == pool.of_monitors.name:
+            raise ClaimError(
+                f"{where}: {result.device} is a monitor device, which only requests with adminAccess: true can have: "
+                "add adminAccess, or request a DeviceClass of GPUs, partitions or shares"
+            )
         raise ClaimError(f"{where}: allocated from pool {result.pool}, this node's pool is {pool.name}")
     device = inventory.device(result.device)
     if device is None:

@@ -34,8 +34,8 @@ from kubelet_plugin.inventory.inventory import ClaimReference
 
 log = logging.getLogger(__name__)
 
-PARTITIONS = 4
-"""Devices for whose entries in the CDI spec the room is reserved that the entry of a monitor device may need."""
+ENTRIES_OF_MONITOR = 4
+"""A monitor device may need the room of so many entries of other devices in the CDI spec."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,9 @@ class Preparer:
     ) -> ClaimRecord:
         """Prepare these devices, after undoing an earlier allocation of the claim, which ``record`` may be of."""
         stores = self._stores
-        if record is not None and {entry.device for entry in record.devices} != allocated.names:
+        if record is not None and {entry.device for entry in record.devices} != {
+            item.device.name for item in allocated.devices
+        }:
             extra = {"claim": str(record), "devices": ",".join(sorted(record.names))}
             log.warning("claim was allocated anew while it was prepared: releasing the earlier devices", extra=extra)
             self.cleanup.release(record)
@@ -239,7 +241,7 @@ class Preparer:
         try:
             # Refuse the claim before anything is created if the CDI directory has no space for its spec.
             with self._step(NodeStep.RESERVE_CDI_SPEC, claim=reference):
-                entries = len(allocated.devices) + PARTITIONS * len(allocated.monitors)
+                entries = len(allocated.devices) + ENTRIES_OF_MONITOR * len(allocated.monitors)
                 stores.cdi.reserve(reference.uid, entries)
             if record is None:
                 with self._step(NodeStep.CHECK_FREE, claim=reference):

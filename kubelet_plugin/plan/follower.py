@@ -111,10 +111,12 @@ class PlanFollower:
         a claim needs them they are always published; by complete nodes, too: an autoscaler takes a node for unready
         that has fewer pools than the node that it copied.
         """
-        plan, is_planned = self.instructions.plan(), self.mode_choice.mode is PlanMode.PLANNED
-        if is_planned and plan is None:
-            return None
-        is_needed = plan is None or not is_planned or plan.spec.monitors
+        is_needed = True
+        if self.mode_choice.mode is PlanMode.PLANNED:
+            plan = self.instructions.plan()
+            if plan is None:
+                return None
+            is_needed = plan.spec.monitors
         return self.inventory.monitors() if is_needed and not self.mode_choice.is_waiting else []
 
     def run(self, stop: threading.Event) -> None:

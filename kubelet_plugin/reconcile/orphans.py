@@ -120,9 +120,7 @@ class Orphans:
     def _allocated(self, claim: Claim) -> set[str]:
         """The devices and monitor devices of this node that are allocated to ``claim``."""
         pool = self._stores.pool
-        pools = (pool.name, pool.of_monitors.name)
-        ours = (result for result in claim.results if result.driver == pool.driver and result.pool in pools)
-        return {result.device for result in ours}
+        return {result.device for result in claim.results_in(pool.driver, pool.names)}
 
     def _release(self, record: ClaimRecord) -> None:
         if not self._is_gone(record, any_age=False):

@@ -19,7 +19,6 @@ from driver.kube.reads import CLAIM
 from driver.model.gpu import Gpu, MigMode
 from driver.model.gpu_settings import EVERY_GPU, GpuSelection, TimeSlice
 from driver.simulator.description import load_description
-from driver.slices.pool_names import MONITORS
 from kubelet_plugin.claims.allocation import resolve
 from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuSharing
 from tests.harness.cluster import Cluster
@@ -28,7 +27,7 @@ from tests.harness.waiting import wait_for
 from tests.support.chart import ANY_SIZE, install, rendered
 from tests.support.control_plane import control_plane
 from tests.support.nic_driver import nic_class, nic_slice
-from tests.support.plugin import SLICES
+from tests.support.plugin import SLICES, is_of_monitors
 from tests.support.published import DRIVER, discover
 from tests.support.scheduling import SCHEDULED_S, Offering, Scheduling, asked, forget
 from tests.support.workloads import CLAIMS, PODS, PROJECT, TEMPLATES, is_gone
@@ -140,7 +139,7 @@ def ask(cluster: Cluster) -> Iterator[Asking]:
 def devices_of(cluster: Cluster) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every published device with its pool, except monitor devices."""
     for item in cluster.api.get(SLICES)["items"]:
-        for device in item["spec"].get("devices") or () if not item["spec"]["pool"]["name"].endswith(MONITORS) else ():
+        for device in item["spec"].get("devices") or () if not is_of_monitors(item) else ():
             yield item["spec"]["pool"]["name"], device
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.harness.cluster import Cluster
+from tests.harness.manifests import busybox_pod
 from tests.harness.progress import Progress
 from tests.harness.settings import Settings
 from tests.harness.waiting import wait_for
@@ -15,7 +16,7 @@ from tests.support.chart import install
 from tests.support.controller import ControllerProcess
 from tests.support.features import has
 from tests.support.plugin import PluginProcess
-from tests.support.workloads import SLEEP, Workloads, is_gone, request, wait_default_account
+from tests.support.workloads import Workloads, is_gone, request, wait_default_account
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
@@ -82,20 +83,14 @@ def watching(cluster: Cluster) -> Iterator[Callable[..., str]]:
         asked = {"name": "gpus", "exactly": {"deviceClassName": usual_class(cluster), "adminAccess": True, **exactly}}
         template = {"metadata": {"name": name}, "spec": {"spec": {"devices": {"requests": [asked]}}}}
         cluster.api.post(f"{RESOURCES}/resourceclaimtemplates", template)
-        container = {
-            "name": "main",
-            "image": "docker.io/tessera/busybox:local",
-            "imagePullPolicy": "Never",
-            "command": ["sh", "-c", SLEEP],
-            "resources": {"claims": [{"name": "gpus"}]},
-        }
-        spec = {
-            "hostNetwork": True,
-            "terminationGracePeriodSeconds": 0,
-            "resourceClaims": [{"name": "gpus", "resourceClaimTemplateName": name}],
-            "containers": [container],
-        }
-        pod = {"metadata": {"labels": {"app": name}}, "spec": spec}
+        usual = busybox_pod(
+            name,
+            container={"resources": {"claims": [{"name": "gpus"}]}},
+            restartPolicy="Always",
+            terminationGracePeriodSeconds=0,
+            resourceClaims=[{"name": "gpus", "resourceClaimTemplateName": name}],
+        )
+        pod = {"metadata": {"labels": {"app": name}}, "spec": usual["spec"]}
         daemon_set = {"selector": {"matchLabels": {"app": name}}, "template": pod}
         cluster.api.post(DAEMON_SETS, {"metadata": {"name": name}, "spec": daemon_set})
         started.append(name)

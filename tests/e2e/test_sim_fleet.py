@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from driver.slices.pool_names import MONITORS
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.chart import install
 from tests.support.control_plane import control_plane
-from tests.support.plugin import SLICES, TESSERA
+from tests.support.plugin import SLICES, TESSERA, is_of_monitors
 from tests.support.workloads import Workloads, request
 
 pytestmark = pytest.mark.cluster
@@ -40,7 +39,7 @@ def devices_by_node(cluster: Cluster) -> dict[str, list[dict[str, Any]]]:
     """Of the nodes that have published any."""
     found: dict[str, list[dict[str, Any]]] = {}
     for item in cluster.api.get(SLICES)["items"]:
-        if (devices := item["spec"].get("devices")) and not item["spec"]["pool"]["name"].endswith(MONITORS):
+        if (devices := item["spec"].get("devices")) and not is_of_monitors(item):
             found.setdefault(item["spec"]["nodeName"], []).extend(devices)
     return found
 

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from driver.errors import ApiError
-from driver.slices.pool_names import MONITORS
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.image.build import Built, ensure_image
 from tests.support.chart import CHART, RELEASE
 from tests.support.helm import helm
-from tests.support.plugin import SLICES
+from tests.support.plugin import SLICES, is_of_monitors
 
 IMAGE = "docker.io/library/tessera:test"
 CACHE = Path.home() / ".cache" / "tessera"
@@ -103,7 +102,7 @@ class Release:
     def slices(self, node: str) -> list[dict[str, Any]]:
         """The node's slices; empty while the pool is incomplete."""
         of_node = (item for item in self.cluster.api.get(SLICES)["items"] if item["spec"].get("nodeName") == node)
-        mine = [item for item in of_node if not item["spec"]["pool"]["name"].endswith(MONITORS)]
+        mine = [item for item in of_node if not is_of_monitors(item)]
         return mine if mine and len(mine) == mine[0]["spec"]["pool"]["resourceSliceCount"] else []
 
     def _all_ready(self) -> bool:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,6 +33,11 @@ COMMAND_S = 120.0
 
 REFUSED = "is forbidden: User"
 """What the API server says to a request for which the ServiceAccount has no right."""
+
+
+def is_of_monitors(item: Mapping[str, Any]) -> bool:
+    """Whether a slice is of a pool of monitor devices."""
+    return str(item["spec"]["pool"]["name"]).endswith(MONITORS)
 
 
 class PluginNode(Protocol):
@@ -187,7 +193,7 @@ class PluginProcess:
 
     def _slices(self, *, monitors: bool) -> list[dict[str, Any]]:
         items = (i for i in self.cluster.api.get(SLICES)["items"] if i["spec"].get("nodeName") == self.node.name)
-        return [item for item in items if item["spec"]["pool"]["name"].endswith(MONITORS) is monitors]
+        return [item for item in items if is_of_monitors(item) is monitors]
 
     def versions(self) -> list[str]:
         """The versions of its slices, which each write changes."""

@@ -34,6 +34,7 @@ from tests.support.disks import fill, remount, small_disk
 from tests.support.faulty_api import STALE, FaultyApi, PluginOnApi
 from tests.support.kubelet import REGISTRATION
 from tests.support.metrics import fetch
+from tests.support.plugin import is_of_monitors
 from tests.support.ports import kept_port
 from tests.support.running import eventually, in_thread
 
@@ -87,10 +88,8 @@ class Asked:
             return any(kind == "Unable" and why in message for kind, message in self.conditions())
 
         wait_for(said, 60, f"the node is unable: {why}")
-        specs = (item["spec"] for item in self.api.folder(SLICES).values())
-        devices = [
-            device for spec in specs if "-monitor" not in spec["pool"]["name"] for device in spec.get("devices") or ()
-        ]
+        slices = (item for item in self.api.folder(SLICES).values() if not is_of_monitors(item))
+        devices = [device for item in slices for device in item["spec"].get("devices") or ()]
         assert all(any(taint["value"] == "unable" for taint in device["taints"]) for device in devices)
         assert self.ready()
 

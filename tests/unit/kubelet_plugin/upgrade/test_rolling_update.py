@@ -21,7 +21,6 @@ from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING
 from driver.kube.lease import leases
 from driver.kube.reads import RESOURCE_GROUP
 from driver.model.gpu import MigMode
-from driver.slices.pool_names import MONITORS
 from kubelet_plugin.dra.sockets import PluginSockets
 from kubelet_plugin.inventory.open_hardware import open_host
 from kubelet_plugin.settings import node_settings, plugin_socket
@@ -41,6 +40,7 @@ from tests.support.claims import DRIVER, NODE, result
 from tests.support.faulty_api import kubeconfig_of
 from tests.support.killable import KillablePlugin, Point, Zygote
 from tests.support.kubelet import KnownClaim
+from tests.support.plugin import is_of_monitors
 from tests.support.ports import kept_port
 from tests.support.rolling_kubelet import Cycle, RollingKubelet, rounds
 
@@ -126,9 +126,9 @@ class Site:
 
     def has_a_complete_pool(self) -> bool:
         """With the monitor devices, which are written last."""
-        all_pools = [item["spec"]["pool"] for item in self.api.folder(SLICES).values()]
-        pools = [pool for pool in all_pools if not pool["name"].endswith(MONITORS)]
-        return 0 < len(pools) < len(all_pools) and len(pools) == pools[0]["resourceSliceCount"]
+        slices = list(self.api.folder(SLICES).values())
+        pools = [item["spec"]["pool"] for item in slices if not is_of_monitors(item)]
+        return 0 < len(pools) < len(slices) and len(pools) == pools[0]["resourceSliceCount"]
 
     def written(self) -> list[str]:
         """The requests that changed slices, in order."""
