@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from time import thread_time
+from typing import Any
 
 import pytest
 import yaml
 
 from driver.config.yaml_reader import YamlLoader, read_yaml
-from tests.fuzz.answers import ANSWER_SECONDS, Answers
-from tests.fuzz.objects import Hostile
-
-SLOW_SEED, SLOW_OBJECT = 23, 32
-"""An object of the fuzz test with deeply nested lists: PyYAML's own scanner needed 1.5 s for its 9 kB."""
+from tests.fuzz.objects import nested
 
 TOO_LARGE = f"a: 1{':00' * 200}.5"
 """A number by its syntax, to the base 60."""
 
 
 @pytest.mark.parametrize("part", ["[", "- ", "{a: ", "? ", "{? ", "[a, "])
-def test_what_is_nested_too_deeply_is_refused_at_once(part: str) -> None:
-    began = thread_time()
+def test_what_is_nested_too_deeply_is_refused(part: str) -> None:
     with pytest.raises(yaml.YAMLError):
         read_yaml(part * 50_000)
-    assert thread_time() - began < ANSWER_SECONDS
 
 
-def test_every_object_of_the_fuzz_test_is_answered_in_time() -> None:
-    answers, hostile = Answers(), Hostile(SLOW_SEED)
-    for number in range(SLOW_OBJECT + 1):
-        answers.of_commands(hostile, number)
-    assert not answers.failures
-    assert answers.slowest_seconds < ANSWER_SECONDS / 4
+def test_deeply_nested_lists_take_a_fraction_of_the_time_of_pyyaml() -> None:
+    text = nested(depth=300, opening="[", closing="]")
+    assert read_yaml(text) == yaml.safe_load(text)
+    assert _seconds(read_yaml, text) < _seconds(yaml.safe_load, text) / 2
+
+
+def _seconds(read: Callable[[str], Any], text: str) -> float:
+    """Processor time, the least of three."""
+    took = []
+    for _ in range(3):
+        began = thread_time()
+        read(text)
+        took.append(thread_time() - began)
+    return min(took)
 
 
 @pytest.mark.parametrize(
