@@ -184,8 +184,8 @@ class Recorder:
             self._written.move_to_end(key)
             if len(self._written) > MAX_KNOWN:
                 self._written.popitem(last=False)
-            if (since := self._waiting.get(key)) is not None:
-                self._put(key, since)
+            if (since := self._waiting.get(key) or self._repeated.get(key)) is not None:
+                self._put(key, since)  # it was compared with what had been written before
         return True
 
     def _refused(self, key: Identity, waiting: Waiting, error: ApiError) -> bool:

@@ -252,3 +252,21 @@ def test_a_lasting_state_that_is_recorded_while_it_is_written_is_counted_once(ap
         clock.advance(2 * REPEAT_INTERVAL_SECONDS)
         again()
         assert settled(api, "team-a", lastTimestamp="2026-11-21T00:18:40Z")["count"] == 1
+
+
+def test_what_is_recorded_while_another_message_is_written_has_the_last_word(api: ObjectApi, clock: FakeClock) -> None:
+    with recording(api, clock) as recorder:
+
+        def no_device() -> None:
+            recorder.event(CLAIM, "NothingMatches", "no device", series="pending")
+
+        def stored_as(event: Object) -> Object:
+            if event["reason"] == "Allocated":
+                no_device()
+            return event
+
+        no_device()
+        settled(api, "team-a", reason="NothingMatches")
+        api.stored_as = stored_as
+        recorder.event(CLAIM, "Allocated", "gpu-0", series="pending")
+        settled(api, "team-a", reason="NothingMatches", count=3)
