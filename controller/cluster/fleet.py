@@ -63,6 +63,11 @@ class FleetGpu:
         return replace(self, held=devices, empty=self.unheld) if devices else self.unheld
 
     @property
+    def has_monitor(self) -> bool:
+        """Whether its node publishes its monitor device: it answers, and no other driver manages it."""
+        return self.fault_kind not in {FaultKind.UNAVAILABLE, FaultKind.RESERVED}
+
+    @property
     def unheld(self) -> FleetGpu:
         """The same GPU with nothing held."""
         return self._unheld if self.held else self

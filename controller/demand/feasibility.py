@@ -240,11 +240,15 @@ class Feasibility:
         return memory[query]
 
     def monitors(self, request: DeviceRequest) -> Mapping[str, int]:
-        """The nodes that have the monitor devices of a request with adminAccess, and how many it selects there."""
+        """The nodes with enough GPUs for a request with adminAccess, and of how many it selects the monitor devices.
+
+        Whether these GPUs answer does not matter.
+        """
         query = (request.selector, request.count or 1)
         if query not in self._memory.monitors:
-            counts = request.selector.monitors_among(self.fleet).items()
-            enough = {node: count for node, count in counts if count >= query[1]}
+            selected = (gpus for rejection, gpus in request.selector.monitors_among(self.fleet) if not rejection)
+            counts = Counter(self.fleet.gpus[uuid].node for gpus in selected for uuid in gpus)
+            enough = {node: count for node, count in counts.items() if count >= query[1]}
             _remember(self._memory.monitors, query, enough, MAX_SELECTIONS)
         return self._memory.monitors[query]
 

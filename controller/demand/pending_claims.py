@@ -83,7 +83,9 @@ class Queue:
         self.matching_held = [(pending, request) for pending, claim in read for request in claim.matching_held]
         """Pending claims with each request that matches held devices, too."""
 
-        self.monitoring = {pending.key: claim.monitoring for pending, claim in read if claim.monitoring}
+        self.monitoring: Mapping[str, tuple[DeviceRequest, ...]] = {
+            pending.key: claim.monitoring for pending, claim in read if claim.monitoring
+        }
         """The requests with adminAccess, for monitor devices, by key of their claim."""
 
         self._claims_of_pod: dict[str, list[PendingClaim]] = {}
@@ -118,12 +120,12 @@ class Queue:
     @cached_property
     def monitored_nodes(self) -> Nodes:
         """The nodes that must publish their monitor devices, because a pending claim may get them there."""
-        sets = (
-            self.feasibility.monitors(request).keys() & self.nodes(pending)
-            for pending in self.pending
-            for request in self.monitoring.get(pending.key, ())
-        )
-        return frozenset[str]().union(*sets)
+        return frozenset[str]().union(*map(self.nodes_with_monitors, self.pending))
+
+    def nodes_with_monitors(self, pending: PendingClaim) -> Nodes:
+        """The nodes for its pods with enough GPUs for one of its requests with adminAccess."""
+        nodes, requests = self.nodes(pending), self.monitoring.get(pending.key, ())
+        return frozenset[str]().union(*(self.feasibility.monitors(request).keys() & nodes for request in requests))
 
     def nodes_for(self, pod: Pod) -> Nodes:
         """The nodes on which ``pod`` may run, given its claims that are allocated."""

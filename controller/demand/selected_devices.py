@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -50,6 +49,13 @@ class SelectorFailure(NamedTuple):
     device: Device
     expression: str
     message: str
+
+
+class Rejection(NamedTuple):
+    """The first expression that is not true for a device; ``error``: why it fails, empty if it is false."""
+
+    expression: str
+    error: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,25 +118,23 @@ class Selector:
         self._by_class: dict[int, Matches] = {}
         self._by_gpu_class: dict[tuple[int, ...], Matches] = {}
         self._met: tuple[Hardware, Met] | None = None
-        self._monitors: dict[int, bool] = {}
+        self._monitors: dict[int, Rejection | None] = {}
 
-    def selects_monitor(self, gpu: FleetGpu) -> bool:
-        """Whether it selects the GPU's monitor device, whose attributes are those of the full GPU except ``type``."""
+    def monitors_among(self, fleet: Fleet) -> Iterator[tuple[Rejection | None, tuple[str, ...]]]:
+        """For each group of equivalent GPUs why it does not select their monitor devices, and their UUIDs."""
+        return ((self._rejects_monitor(example), gpus) for example, gpus in self._classes.groups(fleet))
+
+    def _rejects_monitor(self, gpu: FleetGpu) -> Rejection | None:
+        """None if it selects the GPU's monitor device, whose attributes are those of the full GPU except ``type``."""
         gpu_class = self._classes.of(gpu)[0]
         if gpu_class not in self._monitors:
             attributes_of_monitor = monitor_attributes(Monitor.of(gpu.gpu, gpu.number))
             seen = from_slice_device(self._driver, {"attributes": attributes_of_monitor})
             try:
-                verdicts = self._time.spend(lambda: [program.verdict(seen) for program in self._programs])
+                self._monitors[gpu_class] = self._time.spend(partial(self._rejection, seen))
             except BudgetExhausted:
-                return False
-            self._monitors[gpu_class] = all(verdict is True for verdict in verdicts)
+                return Rejection(self.expressions[-1], EXHAUSTED)
         return self._monitors[gpu_class]
-
-    def monitors_among(self, fleet: Fleet) -> Mapping[str, int]:
-        """How many monitor devices of each node it selects; nodes without any are left out."""
-        groups = (gpus for example, gpus in self._classes.groups(fleet) if self.selects_monitor(example))
-        return Counter(fleet.gpus[uuid].node for gpus in groups for uuid in gpus)
 
     def on(self, gpu: FleetGpu) -> Matches:
         """The devices that it selects of one GPU, held or not."""
@@ -199,15 +203,18 @@ class Selector:
             return SelectorFailure(device, self.expressions[-1], EXHAUSTED)
 
     def _verdict(self, device: Device) -> bool | SelectorFailure:
-        """Whether all expressions select the device; the first that is false or fails decides."""
-        seen = cel_device(self._driver, device, self._classes.names)
+        rejection = self._rejection(cel_device(self._driver, device, self._classes.names))
+        if rejection is not None and rejection.error:
+            return SelectorFailure(device, *rejection)
+        return rejection is None
+
+    def _rejection(self, seen: CelDevice) -> Rejection | None:
+        """None if all expressions select the device; the first that is false or fails decides."""
         for program in self._programs:
             verdict = program.verdict(seen)
-            if isinstance(verdict, str):
-                return SelectorFailure(device, program.expression, verdict)
-            if not verdict:
-                return False
-        return True
+            if verdict is not True:
+                return Rejection(program.expression, verdict if isinstance(verdict, str) else "")
+        return None
 
 
 class NamespaceSelectors(NamedTuple):

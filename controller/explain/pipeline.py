@@ -162,17 +162,13 @@ def reason_of_disjoint(pending: PendingClaim, queue: Queue, plan: DisjointPlan) 
 
 def _awaited(pending: PendingClaim, situation: Situation) -> str:
     """The sentence for a claim that nothing is known to keep pending."""
-    outcome, silent = situation.queue.find_node(pending).outcome, situation.controller_silent
+    queue, silent = situation.queue, situation.controller_silent
+    if not queue.alternatives(pending) and pending.key in queue.monitoring:
+        return _awaited_monitors(pending, situation)
+    outcome = queue.find_node(pending).outcome
     if outcome is SearchOutcome.NONE:
-        nodes = situation.unreported.nodes
-        where = f"the GPUs of {listed(nodes)}, whose node plugin has just started" if nodes else "any GPU"
-        return f"no GPU that is known satisfies it, and nothing is known yet of {where}"
+        return _unknown(situation)
     enough = "enough is free" if outcome is SearchOutcome.FITS else "enough may be free"
-    if silent is not None and not situation.queue.alternatives(pending):
-        return (
-            "its monitor devices are not published, because the controller, which decides about that, has sent no "
-            f"heartbeat for {silent:.0f} s: nodes publish them 30 to 90 s after the last one (tessera status)"
-        )
     if silent is not None:
         return (
             f"{enough}, but the controller, which decides what is offered, has sent no heartbeat for {silent:.0f} s: "
@@ -181,3 +177,22 @@ def _awaited(pending: PendingClaim, situation: Situation) -> str:
     if outcome is SearchOutcome.UNKNOWN:
         return "enough may be free, which takes too long to find out; the scheduler has not allocated it yet"
     return ENOUGH_IS_FREE
+
+
+def _awaited_monitors(pending: PendingClaim, situation: Situation) -> str:
+    """The same for a claim for monitor devices only."""
+    if not situation.queue.nodes_with_monitors(pending):
+        return _unknown(situation)
+    if (silent := situation.controller_silent) is not None:
+        return (
+            "its monitor devices are not published, because the controller, which decides about that, has sent no "
+            f"heartbeat for {silent:.0f} s: nodes publish them 30 to 90 s after the last one (tessera status)"
+        )
+    return "its monitor devices are free; the scheduler has not allocated them yet"
+
+
+def _unknown(situation: Situation) -> str:
+    """Nothing known serves the claim, but not all GPUs are known."""
+    nodes = situation.unreported.nodes
+    where = f"the GPUs of {listed(nodes)}, whose node plugin has just started" if nodes else "any GPU"
+    return f"no GPU that is known satisfies it, and nothing is known yet of {where}"

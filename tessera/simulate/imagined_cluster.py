@@ -285,7 +285,7 @@ class PublishedSlices:
         """The slices of the monitor devices, which nodes publish while a claim has adminAccess."""
         for node, gpus in fleet.nodes.items():
             pool = Pool(node, self._driver)
-            content = SliceBuilder(pool).monitors(Monitor.of(gpu.gpu, gpu.number) for gpu in gpus)
+            content = SliceBuilder(pool).monitors(Monitor.of(gpu.gpu, gpu.number) for gpu in gpus if gpu.has_monitor)
             yield from _detailed(content, pool.of_monitors)
 
     def _slices(self, node: str, gpus: tuple[FleetGpu, ...], offers: frozenset[Offer]) -> Iterator[DetailedSlice]:

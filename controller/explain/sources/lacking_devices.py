@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 
 from controller.cluster.fleet import Fleet
 from controller.cluster.node_views import UnreportedNodes
@@ -33,6 +34,7 @@ from controller.explain.sources.availability import (
     with_taints,
     without,
 )
+from controller.explain.sources.monitor_devices import MonitorDevices
 from controller.explain.sources.moves import moves_that_help
 from controller.explain.sources.selector_sentences import selected_nowhere
 from controller.explain.sources.waiting_gangs import reason_of_gang
@@ -145,6 +147,10 @@ class Reasoning:
         self._excluded: dict[NodeCondition, Mapping[str, Excluded]] = {}
         self._of_gang: dict[Gang, Reason | None] = {}
 
+    @cached_property
+    def _monitors(self) -> MonitorDevices:
+        return MonitorDevices(self.queue)
+
     def reason_with_gang(self, pending: PendingClaim) -> Reason | None:
         """The permanent reason of ``pending``, that of its gang, or its temporary one."""
         reason, gang = self.for_claim(pending).reason(pending), self.queue.held_back.get(pending.key)
@@ -182,12 +188,10 @@ class Reasoning:
         for claim, request in queue.matching_held:
             if claim.key == pending.key and (reason := self._no_match_reason(request, pending)) is not None:
                 return reason
-        for request in queue.monitoring.get(pending.key, ()):
-            nodes, there = queue.nodes(pending), self._feasibility.monitors(request)
-            if not there.keys() & nodes:
-                return sentences.no_monitors(self._feasibility, request, self.excluded(pending), nodes)
+        if queue.monitoring and (reason := self._monitors.reason(pending, self.excluded)) is not None:
+            return reason
         if not alternatives or queue.find_node(pending).outcome is not SearchOutcome.NONE:
-            return None
+            return self._reason_beside_monitors(pending) if queue.monitoring else None
         alone = self._reason_alone(pending)
         if alone is None or (
             not alone.permanent and len(queue.companions(pending)) > 1 and self._pod_is_impossible(pending)
@@ -281,6 +285,31 @@ class Reasoning:
         possible = f"it could be met{self._where(pending, at)}"
         sentence = f"{possible}, but {when} not on one node with what its pod requests besides: {others}"
         return Reason(ReasonCode.NOT_TOGETHER, sentence, impossible)
+
+    def _reason_beside_monitors(self, pending: PendingClaim) -> Reason | None:
+        """Why no node has the monitor devices and everything else that a pod requests; None if one has, or unknown."""
+        queue, monitored = self.queue, dict[str, Nodes]()
+        for pod in pending.pods:
+            nodes = self._monitors.nodes_for(pod)
+            if nodes is None:
+                return None
+            monitored[pod.metadata.name] = nodes
+            here, combinations = nodes & queue.nodes_for(pod), queue.combinations(pod)
+            if here and any(
+                not requirements.requests or self._feasibility.may_fit(requirements, here)
+                for requirements in combinations
+            ):
+                return None
+        for claim in (claim for pod in pending.pods for claim in queue.of_pod(pod) if claim.key != pending.key):
+            other = self._monitors.reason(claim, self.excluded) or self._reason_alone(claim)
+            if other is not None:
+                return replace(other, sentence=f"its pod also has the {described(claim)}: {other.sentence}")
+        there = listed(sorted(frozenset[str]().union(*monitored.values())))
+        sentence = (
+            f"what its pod requests could be met{self._where(pending, self._feasibility)}, but at present not on one "
+            f"node with the monitor devices that its pod requests{f' (on {there})' if there else ''}"
+        )
+        return Reason(ReasonCode.NOT_TOGETHER, sentence)
 
     def _where(self, pending: PendingClaim, feasibility: Feasibility) -> str:
         """`` (on a, b)``: the nodes that could satisfy a claim alone; empty if none of its devices are ours."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import replace
 
 from controller.cluster.fleet import FleetGpu
 from controller.cluster.node_use_labels import DEDICATED_TO
@@ -111,24 +110,6 @@ def too_many(feasibility: Feasibility, request: DeviceRequest, nodes: Nodes) -> 
         most = feasibility.ideal.most_on_one_node(request, nodes)
         sentence = f"request {request.name} asks for {request.count} devices of one node; no node has more than {most}"
     return Reason(ReasonCode.TOO_MANY, sentence, permanent=True)
-
-
-def no_monitors(
-    feasibility: Feasibility, request: DeviceRequest, excluded: Mapping[str, Excluded], nodes: Nodes
-) -> Reason:
-    """None of ``nodes``, on which its pod can run, has the monitor devices of a request with adminAccess."""
-    if there := feasibility.monitors(request):
-        what = f"request {request.name}: the monitor devices that it selects are only"
-        return only_elsewhere(what, sorted(there), excluded, nodes)
-    most = max(feasibility.monitors(replace(request, count=1)).values(), default=0)
-    if most:
-        sentence = f"request {request.name} asks for {request.written_count} monitor devices of one node"
-        return Reason(ReasonCode.TOO_MANY, f"{sentence}; no node has more than {most}", permanent=True)
-    sentence = (
-        f"request {request.name} has adminAccess, and class {request.device_class} with its selectors selects no "
-        "monitor device; no other device can be prepared with adminAccess: request class gpu-monitor"
-    )
-    return Reason(ReasonCode.NOTHING_MATCHES, sentence, permanent=True)
 
 
 def only_elsewhere(what: str, fitting: Sequence[str], excluded: Mapping[str, Excluded], nodes: Nodes) -> Reason:

@@ -33,7 +33,6 @@ from tests.support.reasons import reasons_of
 A100 = "NVIDIA A100-SXM4-80GB"
 L4 = "NVIDIA L4"
 CLIQUE = "gpu.tessera.dev/nvlinkClique"
-MONITOR = selected_by('type == "monitor"')
 
 
 def reason(there: Situation) -> ClaimReason:
@@ -261,11 +260,6 @@ def test_a_product_is_suggested_by_its_beginning() -> None:
     there = Situation([*node_of("a"), *node_of("b", product=L4)])
     there.wants(request(selector=selected_by('productName == "NVIDIA H100"')))
     told(there, ReasonCode.NOTHING_MATCHES, "did you mean NVIDIA H100 80GB HBM3?")
-
-
-def test_who_asks_for_admin_access_to_what_is_nowhere_is_told_so() -> None:
-    there = Situation(node_of("a")).wants(request(selector=profile("1g.99gb"), adminAccess=True))
-    told(there, ReasonCode.NOTHING_MATCHES, "selects no monitor device")
 
 
 def test_the_largest_clique_is_named() -> None:
@@ -519,35 +513,6 @@ def test_gpus_with_a_taint_are_named_beside_those_that_are_held() -> None:
     there.taint_rule("repair", GPU_0, key="broken", value="fan", effect="NoExecute")
     there.wants(request(selector=FULL))
     told(there, ReasonCode.HELD, "none is free", "default/one", "1 more can't be used (1 on a: DeviceTaintRule repair")
-
-
-@pytest.mark.parametrize("mode", [{}, {"allocationMode": "All"}])
-def test_who_asks_for_admin_access_waits_for_nothing_that_others_hold(mode: dict[str, str]) -> None:
-    there = Situation(node_of("a", "full")).wants(request(selector=MONITOR, adminAccess=True, **mode))
-    assert reasons_of(there.queue) == []
-
-
-def test_who_asks_for_admin_access_to_anything_but_monitor_devices_is_told_so() -> None:
-    there = Situation(node_of("a")).wants(request(selector=FULL, adminAccess=True))
-    told(there, ReasonCode.NOTHING_MATCHES, "selects no monitor device", "request class gpu-monitor")
-
-
-def test_more_monitor_devices_than_a_node_has_gpus_are_too_many() -> None:
-    there = Situation([*node_of("a", gpus=2), *node_of("b", gpus=4)])
-    there.wants(request(selector=MONITOR, adminAccess=True, count=5))
-    told(there, ReasonCode.TOO_MANY, "asks for 5 monitor devices of one node; no node has more than 4")
-
-
-def test_monitor_devices_of_nodes_where_the_pod_can_not_run_are_named() -> None:
-    there = Situation([*node_of("a"), *node_of("b", product=L4)])
-    there.node("a", {"zone": "x"})
-    of_l4 = request(selector=selected_by('type == "monitor"', f'productName == "{L4}"'), adminAccess=True)
-    there.wants(of_l4, nodeSelector={"zone": "x"})
-    told(there, ReasonCode.OTHER_NODES, "the monitor devices that it selects are only on", "b lacks the label")
-
-
-def test_who_asks_for_admin_access_by_a_class_that_is_not_there_is_told_so() -> None:
-    told(Situation(node_of("a")).wants(request("nope", adminAccess=True)), ReasonCode.NO_SUCH_CLASS, "nope")
 
 
 def test_a_claim_that_becomes_possible_loses_its_reason() -> None:
