@@ -40,7 +40,7 @@ from deviceclasses.lint.satisfiability import (
     unsatisfiable_constraints,
     unsatisfiable_selectors,
 )
-from deviceclasses.lint.selector_rules import empty_class_issues, selector_issues
+from deviceclasses.lint.selector_rules import selector_issues, type_issues
 from driver.config.opaque_parameters import InvalidParameters, parse_parameters
 from driver.config.strict_schema import shown
 from driver.config.suggestions import meant, nearest
@@ -101,7 +101,7 @@ def _values(request: RequestFields) -> Iterator[Issue]:
 def _class(spec: Mapping[str, Any], path: str, context: LintContext) -> Iterator[Issue]:
     expressions = tuple(expression for _, expression in selectors_of(spec, path))
     wrong = list(selector_issues(spec, path, context.driver))
-    yield from wrong or empty_class_issues(expressions, path, context.driver)
+    yield from wrong or type_issues(expressions, path, context.driver)
     yield from _parameter_issues(spec, path, context)
 
 

@@ -66,14 +66,24 @@ def selector_issues(owner: Mapping[str, Any], path: str, driver: str, before: It
         earlier.append(expression)
 
 
-def empty_class_issues(expressions: tuple[str, ...], path: str, driver: str) -> Iterator[Issue]:
-    """An issue for valid selectors that refer to Tessera's devices and accept none of them."""
+def type_issues(expressions: tuple[str, ...], path: str, driver: str) -> Iterator[Issue]:
+    """Issues for a class with valid selectors that refer to Tessera's devices.
+
+    It may accept none of them, or monitor devices next to others.
+    """
     ours = any(
         driver in {domain for _, domain, _ in program.reads} | compared_strings([program])
         for program in compiled_programs(expressions)
     )
-    if ours and not may_select(expressions, driver) and not may_select_monitors(expressions, driver):
+    kinds, selects_monitors = may_select(expressions, driver), may_select_monitors(expressions, driver)
+    if ours and not kinds and not selects_monitors:
         message = "selects none of Tessera's devices: none has the type and profile that it asks for"
+        yield Issue(f"{path}.selectors", "", message, Severity.WARNING)
+    elif ours and kinds and selects_monitors:
+        message = (
+            "selects monitor devices, too, with which only pods with adminAccess can start: add the selector "
+            f'device.attributes["{driver}"].type != "{MONITOR_TYPE}"'
+        )
         yield Issue(f"{path}.selectors", "", message, Severity.WARNING)
 
 

@@ -166,5 +166,6 @@ def test_a_plugin_that_is_restarted_keeps_its_monitors(
     records = [path.read_text() for path in node.records()]
     node.restart()
     assert node.monitors() == MONITORS
-    assert [path.read_text() for path in node.records()] == records
+    after = [path.read_text() for path in node.records()]
+    assert after == records
     assert running(cluster, "lasting") == pod

@@ -13,6 +13,7 @@ DRIVER = "gpu.tessera.dev"
 SHARE = 'device.driver == "gpu.tessera.dev" && device.attributes["gpu.tessera.dev"].type == "share"'
 OURS = 'device.driver == "gpu.tessera.dev"'
 TYPE = 'device.attributes["gpu.tessera.dev"].type'
+OF_ANY_TYPE = f'{OURS} && {TYPE} != "monitor"'
 APART = {"distinctAttribute": "gpu.tessera.dev/parentUUID"}
 
 

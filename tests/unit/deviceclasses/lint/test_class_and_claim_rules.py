@@ -24,6 +24,7 @@ from tests.support.gpus import gpu_of
 from tests.support.linting import (
     APART,
     DRIVER,
+    OF_ANY_TYPE,
     OURS,
     SHARE,
     TYPE,
@@ -200,7 +201,7 @@ def test_two_shares_of_one_gpu_are_found_before_the_driver_refuses_them(
         pytest.param(
             [SHARE + ' && device.attributes["gpu.tessera.dev"].productName == "NVIDIA L4"'], True, id="of L4s"
         ),
-        pytest.param([OURS], True, id="anything of ours"),
+        pytest.param([OF_ANY_TYPE], True, id="anything of ours"),
         pytest.param(['device.driver == "dra.net"'], False, id="another driver"),
         pytest.param([OURS, SHARE.replace('"share"', '"gpu"')], False, id="full GPUs"),
         pytest.param([SHARE.replace("type", "profile").replace('"share"', '"1g.10gb"')], False, id="a profile"),

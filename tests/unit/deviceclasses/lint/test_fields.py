@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.linting import OURS, claim, device_class, found, opaque, request
+from tests.support.linting import OF_ANY_TYPE, OURS, claim, device_class, found, opaque, request
 
 SERVED = "Kubernetes serves resource.k8s.io/v1; other versions only if an administrator enables them"
 FULL = {"deviceClassName": "gpu-training"}
@@ -18,7 +18,7 @@ def template(made: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("version", ["resource.k8s.io/v1beta1", "resource.k8s.io/v1beta2", "resource.k8s.io/v2"])
 def test_a_version_that_is_not_served_is_found(version: str) -> None:
-    for made in (claim(request()), template(claim(request())), device_class("x", OURS)):
+    for made in (claim(request()), template(claim(request())), device_class("x", OF_ANY_TYPE)):
         assert found({**made, "apiVersion": version}) == [("apiVersion", f'"{version}"', SERVED)]
 
 
@@ -110,6 +110,6 @@ def test_every_field_that_there_is_may_be_used() -> None:
     made["metadata"] |= {"labels": {"any": "thing"}, "annotations": {}, "managedFields": [{"fieldsV1": {"f:spec": {}}}]}
     assert found({**made, "status": {"allocation": {"whatever": 1}}}) == []
     assert found(template(made, metadata={"labels": {"any": "thing"}})) == []
-    named = device_class("x", OURS)
+    named = device_class("x", OF_ANY_TYPE)
     named["spec"]["extendedResourceName"] = "nvidia.com/gpu"
     assert found(named) == []

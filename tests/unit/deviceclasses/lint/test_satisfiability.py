@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 
-from tests.support.linting import DRIVER, OURS, TYPE, claim, device_class, found, opaque, request, request_for
+from tests.support.linting import (
+    DRIVER,
+    OF_ANY_TYPE,
+    OURS,
+    TYPE,
+    claim,
+    device_class,
+    found,
+    opaque,
+    request,
+    request_for,
+)
 
 FULL, PARTITION, SHARE = "gpu-training", "gpu-inference", "gpu-dev"
 ONE = "gpu-inference-1g-10gb"
@@ -84,7 +95,7 @@ class TestParameters:
         assert [message.split(";")[0] for _, _, message in answer] == [
             "does not fit request gpu: class mine gives full GPUs"
         ]
-        anything = device_class("mine", OURS)
+        anything = device_class("mine", OF_ANY_TYPE)
         assert found(anything, claim(request(device_class="mine"), config=[parameters("MigDeviceConfig")])) == []
         narrowed = claim(request_for("mine", f'{TYPE} == "share"'), config=[parameters("MigDeviceConfig")])
         assert len(found(anything, narrowed)) == 1

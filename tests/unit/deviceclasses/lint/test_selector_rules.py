@@ -8,7 +8,7 @@ from driver.model.device import devices_of
 from driver.simulator.products import find_product, product_names
 from driver.slices.attributes import attributes
 from tests.support.gpus import gpu_of
-from tests.support.linting import OURS, TYPE, claim, device_class, findings, found, request_for
+from tests.support.linting import OF_ANY_TYPE, OURS, TYPE, claim, device_class, findings, found, request_for
 
 PLACE = "spec.selectors[0].cel.expression"
 ATTRIBUTES = 'device.attributes["gpu.tessera.dev"]'
@@ -130,7 +130,7 @@ def test_a_value_that_no_device_has_is_found_with_the_nearest(
     ],
 )
 def test_values_that_a_device_may_have_or_that_are_others_are_let_be(expression: str) -> None:
-    assert found(device_class("x", f"{OURS} && {expression}")) == []
+    assert found(device_class("x", f"{OF_ANY_TYPE} && {expression}")) == []
 
 
 @pytest.mark.slow
@@ -284,6 +284,15 @@ def test_a_class_that_selects_none_of_our_devices_is_a_warning(selectors: list[s
     [finding] = findings(device_class("x", *selectors))
     assert (finding.path, finding.severity) == ("spec.selectors", "warning")
     assert finding.message == "selects none of Tessera's devices: none has the type and profile that it asks for"
+
+
+@pytest.mark.parametrize("selectors", [[OURS], [f'{OURS} && {ATTRIBUTES}.productName == "NVIDIA L4"']])
+def test_a_class_that_selects_monitor_devices_next_to_others_is_a_warning(selectors: list[str]) -> None:
+    [finding] = findings(device_class("x", *selectors))
+    assert (finding.path, finding.severity) == ("spec.selectors", "warning")
+    condition = finding.message.partition("add the selector ")[2]
+    assert found(device_class("x", *selectors, condition)) == []
+    assert found(device_class("x", f'{OURS} && {TYPE} == "monitor"')) == []
 
 
 def test_a_class_of_another_driver_may_select_none_of_our_devices() -> None:
