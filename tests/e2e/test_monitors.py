@@ -163,9 +163,9 @@ def test_a_plugin_that_is_restarted_keeps_its_monitors(
     cluster: Cluster, node: PluginProcess, watching: Callable[..., str]
 ) -> None:
     pod = running(cluster, watching("lasting", allocationMode="All"))
+    wait_for(lambda: len(node.records()) == 1, SOON_S, "the monitors of the tests before have ended")
     records = [path.read_text() for path in node.records()]
     node.restart()
     assert node.monitors() == MONITORS
-    after = [path.read_text() for path in node.records()]
-    assert after == records
+    assert [path.read_text() for path in node.records()] == records
     assert running(cluster, "lasting") == pod
