@@ -1,6 +1,7 @@
 """The node plugin before its hardware can be discovered: after a reboot the NVIDIA driver may be loaded late.
 
-Nothing is published, and a prepare fails with the reason. An unprepare takes the usual way (``Preparer.unprepare``):
+Nothing is published but the node's condition in its plan, so that the controller offers nothing there; a prepare fails
+with the reason. An unprepare takes the usual way (``Preparer.unprepare``):
 what an earlier boot has left, full GPUs and shares need no hardware; only partitions of this boot wait for it.
 """
 
@@ -18,12 +19,13 @@ from driver.hardware.host_paths import boot_id
 from driver.http import Check, health_pages, serve
 from driver.kube.client import ApiReach
 from driver.model.gpu import Gpu
+from driver.model.plan import NodeConditionType
 from driver.slices.pool_names import Pool
 from kubelet_plugin.api_writers import api_access
 from kubelet_plugin.cdi.driver_files import DriverFiles
 from kubelet_plugin.cdi.spec_files import CdiDirectory
 from kubelet_plugin.cdi.spec_format import SpecFormat
-from kubelet_plugin.changes import ChangeNotifier, GpuChange, HardwareOutcomes
+from kubelet_plugin.changes import ChangeNotifier, GpuChange, HardwareOutcomes, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
 from kubelet_plugin.checkpoint.records import Checkpoint
 from kubelet_plugin.claims.claim_stores import ClaimStores
@@ -34,9 +36,11 @@ from kubelet_plugin.claims.time_slices import TimeSlices
 from kubelet_plugin.dra.health_service import HealthService
 from kubelet_plugin.dra.service import DraService
 from kubelet_plugin.dra.sockets import PluginSockets, serve_kubelet
+from kubelet_plugin.health.node_conditions import NodeConditions
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.inventory.open_hardware import host_paths, missing_hardware
 from kubelet_plugin.metrics.measurements import Measurements
+from kubelet_plugin.plan.plan_status import ConditionsWriter
 from kubelet_plugin.reconcile.recovery import tidy_specs
 from kubelet_plugin.settings import NodeSettings
 
@@ -69,8 +73,8 @@ class AwaitedHardware:
         """
         self._settings, self._missing, self._sockets = settings, missing, sockets
         self._step = step = StepRunner(observer)
-        changes, paths = ChangeNotifier(), host_paths(settings)
-        self._api, self._recorder = api_access(settings, changes, ApiReach(), Measurements())
+        self._changes, paths = ChangeNotifier(), host_paths(settings)
+        self._api, self._recorder = api_access(settings, self._changes, ApiReach(), Measurements())
         checkpoint = Checkpoint(settings.state_dir)
         with step(NodeStep.LOAD_CHECKPOINT):
             checkpoint.load()
@@ -89,7 +93,10 @@ class AwaitedHardware:
         )
         reader = ClaimReader(self._api.client, self._api.events.remember_pods)
         time_slices = TimeSlices(host, checkpoint, step)
-        self._preparer = Preparer(reader, stores, partitions, time_slices, changes, lambda *_: None, step)
+        self._conditions = NodeConditions(self._changes, self._api.events)
+        self._conditions_writer = ConditionsWriter(self._api.client, settings.node_name, self._conditions)
+        self._changes.subscribe(NodeChange.CONDITION, self._conditions_writer.notify)
+        self._preparer = Preparer(reader, stores, partitions, time_slices, self._changes, lambda *_: None, step)
         with step(NodeStep.TIDY_CDI_SPECS):
             tidy_specs(stores)
 
@@ -103,19 +110,30 @@ class AwaitedHardware:
         with ExitStack() as stack:
             serve(stack, [("--health-address", settings.health_address, lambda: health_pages([], ready))])
             ended = threading.Event()
-            stack.callback(self._recorder.wake)
+            writer = self._conditions_writer
+            for name, run, wake in (
+                ("events", self._recorder.run, self._recorder.wake),
+                ("conditions", writer.run, writer.notify),
+            ):
+                stack.callback(wake)
+                threading.Thread(target=run, args=(ended,), daemon=True, name=name).start()
             stack.callback(ended.set)
-            threading.Thread(target=self._recorder.run, args=(ended,), daemon=True, name="events").start()
+            self._set_condition()
             serve_kubelet(stack, settings, self._sockets, (service, health_service), lambda *_: None, self._step)
             while not stop.wait(HARDWARE_CHECK_INTERVAL_SECONDS):
                 missing = missing_hardware(settings)
                 if missing is None:
                     log.info("the NVIDIA driver is there", extra={"driverRoot": str(settings.driver_root)})
+                    self._conditions.set(NodeConditionType.UNABLE, None)
                     return
                 if missing != self._missing:
                     log.warning("waits for the NVIDIA driver", extra={"missing": missing})
                 self._missing = missing
+                self._set_condition()
                 gc.collect(0)  # the start of the process has switched it off
+
+    def _set_condition(self) -> None:
+        self._conditions.set(NodeConditionType.UNABLE, f"the node's NVIDIA driver can't be used: {self._missing}")
 
     @contextmanager
     def _refuse_prepare(self, verb: str, claim: ClaimReference) -> Iterator[None]:

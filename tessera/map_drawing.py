@@ -77,6 +77,7 @@ def _node(node: MapNode, width: int, marks: Mapping[str, tuple[str, str]]) -> It
         yield "  ".join([click.style(printable(node.name), bold=True), *states])
     yield from (_note(f"{lost.device} is held by {lost.holder}, but the node reports no such GPU")
                 for lost in node.lost_devices)  # fmt: skip
+    yield from (_note(f"claim {holder}: {holder.problem}") for holder in node.failed_monitors)
 
 
 def _note(text: str) -> str:

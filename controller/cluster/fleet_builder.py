@@ -12,7 +12,7 @@ from controller.cluster.node_views import NodeChanges, NodeView
 from driver.errors import StateError
 from driver.model.device import Device, share_device
 from driver.model.gpu import Gpu
-from driver.model.plan import GpuReport, states_of
+from driver.model.plan import FaultKind, GpuReport, states_of
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +70,9 @@ class FleetBuilder:
 
 def _alike(before: NodeView, after: NodeView) -> bool:
     """Whether two views of a node differ at most in what is held and published."""
-    return (before.status.inventory, before.dedication, before.why_no_offers) == (
+    return (before.status.inventory, before.unable, before.dedication, before.why_no_offers) == (
         after.status.inventory,
+        after.unable,
         after.dedication,
         after.why_no_offers,
     )
@@ -95,6 +96,9 @@ def _empty(node: NodeView, before: BuiltNode | None) -> tuple[FleetGpu, ...]:
 
 
 def _gpu(node: NodeView, state: GpuReport, before: Gpu | None) -> FleetGpu:
+    fault, fault_kind = state.fault, state.fault_kind
+    if fault is None and node.unable is not None:  # a plugin that can't find its GPUs reports the condition alone
+        fault, fault_kind = node.unable, FaultKind.UNHEALTHY
     return FleetGpu(
         node=node.name,
         gpu=before if before == state.gpu and before is not None else state.gpu,
@@ -102,8 +106,8 @@ def _gpu(node: NodeView, state: GpuReport, before: Gpu | None) -> FleetGpu:
         shares=state.shares,
         shares_only=state.shares_only,
         foreign=state.foreign,
-        fault=state.fault,
-        fault_kind=state.fault_kind,
+        fault=fault,
+        fault_kind=fault_kind,
         uses=node.dedication.kinds(state.number),
         why_no_offers=node.why_no_offers,
     )

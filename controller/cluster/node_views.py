@@ -13,7 +13,7 @@ from typing import NamedTuple
 from controller.cluster.node_use_labels import UNDEDICATED, Dedication, dedication_of
 from driver.kube.slice_types import newest_generation
 from driver.kube.types import PAUSED, GpuNodePlan, Node
-from driver.model.plan import Held, PlanMode, PlanStatus
+from driver.model.plan import Held, NodeConditionType, PlanMode, PlanStatus
 from driver.slices.pool_names import MONITORS, Pool
 
 UNREACHABLE_TAINTS = frozenset({"node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"})
@@ -48,6 +48,12 @@ class NodeView:
     def is_complete(self) -> bool:
         """Whether the node publishes every device, so that there is nothing to offer or to withdraw."""
         return self.status.mode is PlanMode.COMPLETE
+
+    @property
+    def unable(self) -> str | None:
+        """Why no pod with a GPU can start there; None if one can."""
+        conditions = self.status.conditions
+        return next((item.message for item in conditions if item.type == NodeConditionType.UNABLE), None)
 
 
 class PoolPart(NamedTuple):

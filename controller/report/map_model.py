@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 
 import msgspec
@@ -20,10 +20,11 @@ from controller.report.slice_states import (
 )
 from controller.report.unprepared_claims import sentence
 from driver.kube.types import Claim, GpuNodePlan, Key, Node
-from driver.model.device import SLICE_VALUE, Device
+from driver.model.device import SLICE_VALUE, Device, is_monitor
 from driver.model.offer import DeviceKind, Offer, OfferKind
 from driver.model.plan import Held, PlanMode
 from driver.placement.occupancy import GpuState
+from driver.slices.pool_names import Pool
 
 
 class Value(msgspec.Struct, frozen=True, rename="camel"):
@@ -119,13 +120,17 @@ class LostDevice(Value, frozen=True):
 
 
 class MapNode(Value, frozen=True):
-    """A node. ``is_whole``: all of its GPUs are."""
+    """A node. ``is_whole``: all of its GPUs are.
+
+    ``failed_monitors``: claims with nothing but monitor devices of the node, which it can not prepare or release.
+    """
 
     name: str
     states: tuple[NodeState, ...]
     is_whole: bool
     gpus: tuple[MapGpu, ...]
     lost_devices: tuple[LostDevice, ...] = ()
+    failed_monitors: tuple[Holder, ...] = ()
 
 
 def requested_kinds(view: ClusterView) -> frozenset[OfferKind]:
@@ -143,6 +148,7 @@ def cluster_map(view: ClusterView) -> Iterator[MapNode]:
         offers.setdefault(offer.gpu, []).append(offer)
     nodes = {node.metadata.name: node for node in snapshot.cluster.nodes}
     largest: dict[GpuState, FreePartition | None] = {}
+    failed_monitors = _failed_monitors(view)
     for node in snapshot.views:
         plan = snapshot.plans.get(node.name)
         cordons = plan.spec.cordons if plan is not None else {}
@@ -156,7 +162,7 @@ def cluster_map(view: ClusterView) -> Iterator[MapNode]:
         lost = (LostDevice(name, holder) for name in sorted(holders.keys() - there) for holder in holders[name])
         states = tuple(_states(node, nodes.get(node.name), plan, is_incomplete=node.pool in snapshot.incomplete))
         is_whole = bool(gpus) and all(gpu.is_whole for gpu in gpus)
-        yield MapNode(node.name, states, is_whole, gpus, tuple(lost))
+        yield MapNode(node.name, states, is_whole, gpus, tuple(lost), tuple(failed_monitors.get(node.name, ())))
 
 
 def _states(view: NodeView, node: Node | None, plan: GpuNodePlan | None, *, is_incomplete: bool) -> Iterator[NodeState]:
@@ -183,9 +189,26 @@ def _holder(view: ClusterView, pool: str, held: Held) -> Holder:
     namespace, _, name = held.claim.partition("/")
     key = Key(namespace, name)
     claim = view.snapshot.cluster.claims.find(key)
+    return Holder(*key, None if claim is None else _class(claim, pool, held.device), _problem(view, key))
+
+
+def _problem(view: ClusterView, key: Key) -> str | None:
     start, release = view.failed_starts.get(key), view.failed_releases.get(key)
-    problem = sentence(start) if start is not None else str(release) if release is not None else None
-    return Holder(namespace, name, None if claim is None else _class(claim, pool, held.device), problem)
+    return sentence(start) if start is not None else str(release) if release is not None else None
+
+
+def _failed_monitors(view: ClusterView) -> Mapping[str, Sequence[Holder]]:
+    """By node, the claims with nothing but its monitor devices that it can not prepare or release."""
+    found: dict[str, list[Holder]] = {}
+    nodes = {key: start.node for key, start in view.failed_starts.items()}
+    nodes |= {key: release.node for key, release in view.failed_releases.items()}
+    for key, node in sorted(nodes.items()):
+        claim = view.snapshot.cluster.claims.find(key)
+        devices = claim.results_in(view.driver, Pool(node, view.driver).names) if claim is not None else ()
+        if claim is not None and devices and all(is_monitor(result.device) for result in devices):
+            device_class = _class(claim, devices[0].pool, devices[0].device)
+            found.setdefault(node, []).append(Holder(*key, device_class, _problem(view, key)))
+    return found
 
 
 def _class(claim: Claim, pool: str, device: str) -> str | None:

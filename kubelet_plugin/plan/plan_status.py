@@ -33,6 +33,7 @@ from driver.model.plan import (
 from driver.slices.pool_names import Pool
 from kubelet_plugin.health.failed_preparations import UNPREPARE
 from kubelet_plugin.health.monitor import HealthMonitor
+from kubelet_plugin.health.node_conditions import NodeConditions
 from kubelet_plugin.plan.follower import PlanFollower, Publication
 from kubelet_plugin.plan.mode import ModeChoice
 
@@ -153,6 +154,24 @@ class PlanStatusWriter:
         with accepted_status(CONFLICT, FORBIDDEN):  # a controller was faster; the role is of an older chart
             self._client.create(PATH, {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata})
         return CREATE_INTERVAL_SECONDS
+
+
+class ConditionsWriter:
+    """Writes nothing but the node's conditions into its plan's status, if it has a plan.
+
+    The rest of the status is unknown without hardware. Call ``notify`` when a condition has changed.
+    """
+
+    def __init__(self, client: KubeClient, node: str, conditions: NodeConditions, loop: MakeLoop = Loop) -> None:
+        self._client, self._path, self._conditions = client, f"{PATH}/{node}/status", conditions
+        self._loop = loop("writing the node's conditions", self._write, STATUS_COALESCE_SECONDS)
+        self.notify = self._loop.notify
+        self.run = self._loop.run
+
+    def _write(self) -> None:
+        """Raises ApiError."""
+        body = {"status": {"conditions": msgspec.to_builtins(self._conditions.current())}}
+        self._client.patch_existing(self._path, body)
 
 
 def _urgent(uid: str, status: PlanStatus) -> tuple[object, ...]:

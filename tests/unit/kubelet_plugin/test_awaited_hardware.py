@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pynvml
 import pytest
@@ -18,6 +19,7 @@ import yaml
 
 from driver.errors import HardwareError
 from driver.kube.reads import RESOURCE_GROUP
+from driver.model.plan import PATH
 from driver.simulator.node import SimulatedNode
 from kubelet_plugin import app
 from kubelet_plugin.settings import node_settings
@@ -193,6 +195,28 @@ def test_a_pod_that_starts_before_the_driver_is_loaded_is_told_why_it_waits_and_
     site.kubelet.prepare(site.claims)
     assert violations(site.facts()) == []
     assert site.plugin.running
+
+
+def test_while_the_driver_is_missing_the_node_says_that_it_can_start_no_pod_with_a_gpu(site: Site) -> None:
+    def plan_status() -> dict[str, Any]:
+        plan = site.api.folder(PATH).get(NODE) or {}
+        return dict(plan.get("status") or {})
+
+    site.start()
+    wait_for(lambda: plan_status().get("inventory"), 60, "the plan's status")
+    site.kill()
+    before = plan_status()
+    site.take_driver()
+    site.start()
+    wait_for(lambda: plan_status()["conditions"], 60, "the condition")
+    [condition] = plan_status()["conditions"]
+    assert condition["type"] == "Unable"
+    assert "the node's NVIDIA driver can't be used: NVML says DRIVER_NOT_LOADED" in condition["message"]
+    assert {**plan_status(), "conditions": []} == before
+    wait_for(lambda: events(site, "NodeUnable"), 60, "the Event on the Node")
+    site.bring_driver()
+    wait_for(lambda: not plan_status()["conditions"], 60, "the condition has ended")
+    wait_for(lambda: events(site, "NodeAble"), 60, "the Event on the Node that it has ended")
 
 
 def events(site: Site, reason: str) -> list[str]:

@@ -96,6 +96,18 @@ def test_faults_cordons_overlaps_and_lost_devices_are_explained_below_their_gpu(
     assert "gpu-7 is held by t/b, but the node reports no such GPU" in found
 
 
+@pytest.mark.parametrize("what", ["unprepared", "unreleased"])
+def test_monitors_that_their_node_can_not_prepare_or_release_are_listed_below_its_gpus(what: str) -> None:
+    cluster = MapCluster().gpu("n", 0).gpu("m", 0).holds("t/watch", "n", "gpu-0-monitor", device_class="gpu-monitor")
+    assert not any("t/watch" in line for line in lines(cluster))
+    found = lines(cluster.fails("t/watch", "n", "Node", "no space", what))
+    [place] = [number for number, line in enumerate(found) if "claim t/watch: node n can't" in line]
+    assert found[place - 1].startswith("gpu-0")
+    assert found[place].endswith("no space")
+    node = next(node for node in cluster.map() if node.name == "n")
+    assert [holder.device_class for holder in node.failed_monitors] == ["gpu-monitor"]
+
+
 def test_nvlink_cliques_are_named_by_the_numbers_of_their_gpus() -> None:
     cluster = MapCluster()
     for number, clique in enumerate(["a", "a", "b", "b", "a", None, "c"]):
