@@ -39,7 +39,7 @@ from driver.kube.types import (
     Result,
 )
 from driver.kube.watch_cache import Change, WatchCache
-from driver.model.plan import KIND, PATH, Held, PlanStatus
+from driver.model.plan import KIND, PATH, Held, NodeConditionType, PlanStatus
 from driver.slices.build import CLOSED as NOT_OFFERED
 from driver.slices.pool_names import MONITORS, Pool
 
@@ -324,6 +324,7 @@ def _kept_plan(found: GpuNodePlan) -> GpuNodePlan:
         left_out=status.left_out,
         unprepared=status.unprepared,
         unreleased=status.unreleased,
+        conditions=tuple(item for item in status.conditions if item.type == NodeConditionType.UNABLE),
     )
     return GpuNodePlan(found.metadata, found.spec, kept)
 

@@ -12,6 +12,7 @@ from tests.harness.progress import Progress
 from tests.harness.settings import Settings
 from tests.harness.waiting import wait_for
 from tests.support.chart import install
+from tests.support.command import run_tessera
 from tests.support.controller import ControllerProcess
 from tests.support.plugin import PluginProcess
 from tests.support.workloads import CLAIMS, PODS, Workloads, request
@@ -113,3 +114,29 @@ def test_a_pod_on_a_gpu_that_refuses_to_be_cut_is_moved_to_another_and_both_side
     assert "is evicted, so that its controller replaces it" in message
     wait_for(lambda: not unprepared(), SOON_S, "nothing fails any more")
     node.fault("clear")
+
+
+def test_while_the_driver_of_a_node_is_missing_it_gets_no_pods_and_everybody_is_told_why(
+    cluster: Cluster, node: PluginProcess
+) -> None:
+    workloads = Workloads(cluster)
+    node.stop()
+    node.fault("fail", "nvmlInit", "--code", "DRIVER_NOT_LOADED")
+    node.spawn()
+    try:
+        wait_for(lambda: plan(cluster, node.node.name)["status"].get("conditions"), SOON_S, "the node's condition")
+        wait_for(lambda: not plan(cluster, node.node.name)["spec"].get("offers"), SOON_S, "nothing is offered")
+        published = node.versions()
+        assert published
+        pod = workloads.pod("late", workloads.claim("late", request(SMALL)))
+        told = "a fault keeps"
+        wait_for(lambda: any(told in message for message in events(cluster, "GpuFault")), SOON_S, "the pod's Event")
+        shown = run_tessera(cluster, "status").stdout
+        assert "the node's NVIDIA driver can't be used: NVML says DRIVER_NOT_LOADED" in shown
+        assert not cluster.api.get(f"{CLAIMS}/late").get("status", {}).get("allocation")
+        assert node.versions() == published
+    finally:
+        node.fault("clear")
+    workloads.running(pod)
+    wait_for(lambda: not plan(cluster, node.node.name)["status"].get("conditions"), SOON_S, "the condition has ended")
+    workloads.delete_pods("late")
