@@ -110,14 +110,10 @@ class AwaitedHardware:
         with ExitStack() as stack:
             serve(stack, [("--health-address", settings.health_address, lambda: health_pages([], ready))])
             ended = threading.Event()
-            writer = self._conditions_writer
-            for name, run, wake in (
-                ("events", self._recorder.run, self._recorder.wake),
-                ("conditions", writer.run, writer.notify),
-            ):
-                stack.callback(wake)
-                threading.Thread(target=run, args=(ended,), daemon=True, name=name).start()
+            stack.callback(self._recorder.wake)
             stack.callback(ended.set)
+            threading.Thread(target=self._recorder.run, args=(ended,), daemon=True, name="events").start()
+            stack.enter_context(self._writing_conditions())
             self._set_condition()
             serve_kubelet(stack, settings, self._sockets, (service, health_service), lambda *_: None, self._step)
             while not stop.wait(HARDWARE_CHECK_INTERVAL_SECONDS):
@@ -131,6 +127,19 @@ class AwaitedHardware:
                 self._missing = missing
                 self._set_condition()
                 gc.collect(0)  # the start of the process has switched it off
+
+    @contextmanager
+    def _writing_conditions(self) -> Iterator[None]:
+        """Afterwards no write is on its way: it could follow that of the NodePlugin, which has other conditions."""
+        ended, writer = threading.Event(), self._conditions_writer
+        thread = threading.Thread(target=writer.run, args=(ended,), daemon=True, name="conditions")
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            writer.notify()
+            thread.join()
 
     def _set_condition(self) -> None:
         self._conditions.set(NodeConditionType.UNABLE, f"the node's NVIDIA driver can't be used: {self._missing}")

@@ -29,7 +29,7 @@ class NodeView:
     claims can be allocated. ``held`` maps the names of allocated devices to their claims; ``is_monitored``: a claim has
     monitor devices, which are not among all these. ``why_no_offers``: why it
     accepts no offers, such as ``is not ready``; empty if new pods can start there and its plan is not paused.
-    ``follows_plan``: the node does what its plan says.
+    ``follows_plan``: the node does what its plan says. ``unable``: why no pod with a GPU can start there.
     """
 
     name: str
@@ -43,17 +43,12 @@ class NodeView:
     why_no_offers: str = ""
     follows_plan: bool = True
     is_monitored: bool = False
+    unable: str | None = None
 
     @property
     def is_complete(self) -> bool:
         """Whether the node publishes every device, so that there is nothing to offer or to withdraw."""
         return self.status.mode is PlanMode.COMPLETE
-
-    @property
-    def unable(self) -> str | None:
-        """Why no pod with a GPU can start there; None if one can."""
-        conditions = self.status.conditions
-        return next((item.message for item in conditions if item.type == NodeConditionType.UNABLE), None)
 
 
 class PoolPart(NamedTuple):
@@ -183,6 +178,7 @@ class NodeViews:
             why_no_offers=_why_no_offers(node, paused=paused),
             follows_plan=not paused and plan is not None and plan.followed,
             is_monitored=is_monitored,
+            unable=next((item.message for item in status.conditions if item.type == NodeConditionType.UNABLE), None),
         )
 
 

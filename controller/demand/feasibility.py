@@ -16,6 +16,7 @@ from controller.cluster.fleet import Fleet, FleetGpu, Hardware
 from controller.demand.device_search import Budget, SearchOutcome, States, fits, is_in_use, most_devices
 from controller.demand.requirements import ClaimRequirements, DeviceRequest
 from controller.demand.selected_devices import Selector, Selectors, shared_matches
+from controller.demand.selector_time import EXHAUSTED
 from driver.model.offer import OfferKind, Spot
 from driver.placement.occupancy import GpuState
 
@@ -240,15 +241,18 @@ class Feasibility:
         return memory[query]
 
     def monitors(self, request: DeviceRequest) -> Mapping[str, int]:
-        """The nodes with enough GPUs for a request with adminAccess, and of how many it selects the monitor devices.
+        """The nodes with enough GPUs whose monitor device a request with adminAccess selects, and how many they have.
 
-        Whether these GPUs answer does not matter.
+        GPUs that do not answer are counted, too.
         """
         query = (request.selector, request.count or 1)
         if query not in self._memory.monitors:
-            selected = (gpus for rejection, gpus in request.selector.monitors_among(self.fleet) if not rejection)
+            among = list(request.selector.monitors_among(self.fleet))
+            selected = (gpus for rejection, gpus in among if rejection is None)
             counts = Counter(self.fleet.gpus[uuid].node for gpus in selected for uuid in gpus)
             enough = {node: count for node, count in counts.items() if count >= query[1]}
+            if any(rejection is not None and rejection.error == EXHAUSTED for rejection, _ in among):
+                return enough  # it knows more when there is time again
             _remember(self._memory.monitors, query, enough, MAX_SELECTIONS)
         return self._memory.monitors[query]
 

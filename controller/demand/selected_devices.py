@@ -197,13 +197,11 @@ class Selector:
         return met if len(devices) <= MAX_EXAMPLES else []
 
     def _timed_verdict(self, device: Device) -> bool | SelectorFailure:
+        seen = cel_device(self._driver, device, self._classes.names)
         try:
-            return self._time.spend(partial(self._verdict, device))
+            rejection = self._time.spend(partial(self._rejection, seen))
         except BudgetExhausted:
             return SelectorFailure(device, self.expressions[-1], EXHAUSTED)
-
-    def _verdict(self, device: Device) -> bool | SelectorFailure:
-        rejection = self._rejection(cel_device(self._driver, device, self._classes.names))
         if rejection is not None and rejection.error:
             return SelectorFailure(device, *rejection)
         return rejection is None

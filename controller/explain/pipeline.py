@@ -185,10 +185,10 @@ def _awaited_monitors(pending: PendingClaim, situation: Situation) -> str:
         return _unknown(situation)
     if (silent := situation.controller_silent) is not None:
         return (
-            "its monitor devices are not published, because the controller, which decides about that, has sent no "
-            f"heartbeat for {silent:.0f} s: nodes publish them 30 to 90 s after the last one (tessera status)"
+            "the controller, which decides whether monitor devices are published, has sent no heartbeat for "
+            f"{silent:.0f} s: nodes publish them 30 to 90 s after the last one (tessera status)"
         )
-    return "its monitor devices are free; the scheduler has not allocated them yet"
+    return "the scheduler has not allocated its monitor devices yet"
 
 
 def _unknown(situation: Situation) -> str:

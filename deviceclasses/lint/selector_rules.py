@@ -81,8 +81,8 @@ def type_issues(expressions: tuple[str, ...], path: str, driver: str) -> Iterato
         yield Issue(f"{path}.selectors", "", message, Severity.WARNING)
     elif ours and kinds and selects_monitors:
         message = (
-            "selects monitor devices, too, with which only pods with adminAccess can start: add the selector "
-            f'device.attributes["{driver}"].type != "{MONITOR_TYPE}"'
+            "also selects monitor devices, which can be prepared only for requests with adminAccess: add the selector "
+            f'device.driver != "{driver}" || device.attributes["{driver}"].type != "{MONITOR_TYPE}"'
         )
         yield Issue(f"{path}.selectors", "", message, Severity.WARNING)
 

@@ -195,11 +195,14 @@ class Recorder:
         log.warning(text, extra=extra)
         if transient:
             with self._lock:
+                if (written := self._written.get(key)) is not None:
+                    written.message = ""  # it is unknown which of both is stored
                 newer = self._waiting.get(key) or self._repeated.get(key)
                 if newer is None:
                     self._put(key, waiting)
                 else:
                     newer.count += waiting.count
+                    self._put(key, newer)
         return not transient
 
     def _write(self, key: Identity, waiting: Waiting) -> Written:

@@ -168,10 +168,10 @@ class ConditionsWriter:
         self.notify = self._loop.notify
         self.run = self._loop.run
 
-    def _write(self) -> None:
-        """Raises ApiError."""
+    def _write(self) -> float | None:
+        """Returns after how many seconds to look again for the plan. Raises ApiError."""
         body = {"status": {"conditions": msgspec.to_builtins(self._conditions.current())}}
-        self._client.patch_existing(self._path, body)
+        return CREATE_INTERVAL_SECONDS if self._client.patch_existing(self._path, body) is None else None
 
 
 def _urgent(uid: str, status: PlanStatus) -> tuple[object, ...]:

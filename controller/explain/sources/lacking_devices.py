@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
 
 from controller.cluster.fleet import Fleet
 from controller.cluster.node_views import UnreportedNodes
@@ -135,7 +134,7 @@ class KnownReasons:
 class Reasoning:
     """Finds reasons; equal requirements of several claims are examined once."""
 
-    def __init__(self, queue: Queue, known: KnownReasons | None = None) -> None:
+    def __init__(self, queue: Queue, known: KnownReasons | None = None, monitors: MonitorDevices | None = None) -> None:
         """``known`` is what earlier ones have found."""
         self.queue = queue
         self.known = known or KnownReasons()
@@ -146,10 +145,7 @@ class Reasoning:
         self._availabilities: dict[tuple[DeviceRequest, NodeCondition], Availability] = {}
         self._excluded: dict[NodeCondition, Mapping[str, Excluded]] = {}
         self._of_gang: dict[Gang, Reason | None] = {}
-
-    @cached_property
-    def _monitors(self) -> MonitorDevices:
-        return MonitorDevices(self.queue)
+        self._monitors = monitors or (MonitorDevices(queue) if queue.monitoring else None)
 
     def reason_with_gang(self, pending: PendingClaim) -> Reason | None:
         """The permanent reason of ``pending``, that of its gang, or its temporary one."""
@@ -177,7 +173,7 @@ class Reasoning:
                 self.known.tainted.clear()
             self.known.tainted[key] = Feasibility(fleet, matching, is_hypothetical=True), KnownReasons()
         feasibility, known_reasons = self.known.tainted[key]
-        return Reasoning(queue.with_feasibility(feasibility), known_reasons)
+        return Reasoning(queue.with_feasibility(feasibility), known_reasons, self._monitors)
 
     def reason(self, pending: PendingClaim) -> Reason | None:
         """Why no free device satisfies ``pending``; None if one does, or if the search is undecided."""
@@ -188,10 +184,11 @@ class Reasoning:
         for claim, request in queue.matching_held:
             if claim.key == pending.key and (reason := self._no_match_reason(request, pending)) is not None:
                 return reason
-        if queue.monitoring and (reason := self._monitors.reason(pending, self.excluded)) is not None:
+        if self._monitors and (reason := self._monitors.reason(pending, self.excluded)) is not None:
             return reason
         if not alternatives or queue.find_node(pending).outcome is not SearchOutcome.NONE:
-            return self._reason_beside_monitors(pending) if queue.monitoring else None
+            apart = self._monitors and all(self._monitors.has_everything(pod) is False for pod in pending.pods)
+            return self._pod_reason(pending) if apart else None
         alone = self._reason_alone(pending)
         if alone is None or (
             not alone.permanent and len(queue.companions(pending)) > 1 and self._pod_is_impossible(pending)
@@ -276,40 +273,15 @@ class Reasoning:
         claims = [claim for key, claim in sorted(companions.items()) if key != pending.key]
         impossible = self._pod_is_impossible(pending)
         for claim in claims:
-            alone = self._reason_alone(claim)
+            alone = (self._monitors and self._monitors.reason(claim, self.excluded)) or self._reason_alone(claim)
             if alone is not None and (alone.permanent or not impossible):
                 return replace(alone, sentence=f"its pod also has the {described(claim)}: {alone.sentence}")
         at = self._feasibility.unheld if impossible else self._feasibility
-        others = listed([described(claim) + self._where(claim, at) for claim in claims], 8)
+        others = listed([described(claim) + self._where(claim, at) for claim in claims], 8) or "its monitor devices"
         when = "even if nothing were held" if impossible else "at present"
         possible = f"it could be met{self._where(pending, at)}"
         sentence = f"{possible}, but {when} not on one node with what its pod requests besides: {others}"
         return Reason(ReasonCode.NOT_TOGETHER, sentence, impossible)
-
-    def _reason_beside_monitors(self, pending: PendingClaim) -> Reason | None:
-        """Why no node has the monitor devices and everything else that a pod requests; None if one has, or unknown."""
-        queue, monitored = self.queue, dict[str, Nodes]()
-        for pod in pending.pods:
-            nodes = self._monitors.nodes_for(pod)
-            if nodes is None:
-                return None
-            monitored[pod.metadata.name] = nodes
-            here, combinations = nodes & queue.nodes_for(pod), queue.combinations(pod)
-            if here and any(
-                not requirements.requests or self._feasibility.may_fit(requirements, here)
-                for requirements in combinations
-            ):
-                return None
-        for claim in (claim for pod in pending.pods for claim in queue.of_pod(pod) if claim.key != pending.key):
-            other = self._monitors.reason(claim, self.excluded) or self._reason_alone(claim)
-            if other is not None:
-                return replace(other, sentence=f"its pod also has the {described(claim)}: {other.sentence}")
-        there = listed(sorted(frozenset[str]().union(*monitored.values())))
-        sentence = (
-            f"what its pod requests could be met{self._where(pending, self._feasibility)}, but at present not on one "
-            f"node with the monitor devices that its pod requests{f' (on {there})' if there else ''}"
-        )
-        return Reason(ReasonCode.NOT_TOGETHER, sentence)
 
     def _where(self, pending: PendingClaim, feasibility: Feasibility) -> str:
         """`` (on a, b)``: the nodes that could satisfy a claim alone; empty if none of its devices are ours."""

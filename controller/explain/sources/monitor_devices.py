@@ -5,25 +5,28 @@ Monitor devices are always free. What keeps them from a claim are its own reques
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 from controller.cluster.fleet import FleetGpu
-from controller.demand.feasibility import Nodes
 from controller.demand.node_eligibility import Excluded
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import DeviceRequest
-from controller.demand.selected_devices import Rejection
+from controller.demand.selector_time import EXHAUSTED
 from controller.explain.reason import Reason, ReasonCode
 from controller.explain.sources.availability import OF_FAULT, Obstacle, listed, untolerated
 from controller.explain.sources.sentences import OF_OBSTACLE, only_elsewhere
+from deviceclasses.lint.partial_evaluation import may_select_monitors
 from driver.kube.types import MAX_DEVICES, DeviceTaintRule, Pod
-from driver.model.device import Monitor
+from driver.model.device import Monitor, is_monitor
 from driver.slices.pool_names import Pool
 
-ExcludedFor = Callable[[PendingClaim], Mapping[str, Excluded]]
+ExcludedFrom = Callable[[PendingClaim], Mapping[str, Excluded]]
 """Gives the nodes on which the pods of a claim can't run, and why."""
+
+Requests = tuple[DeviceRequest, ...]
 
 
 @dataclass
@@ -31,129 +34,145 @@ class MonitorsOfNode:
     """The monitor devices of one node that a request selects.
 
     ``usable`` are the UUIDs of GPUs whose device it can have, ``unusable`` the other GPUs, each with what is in the
-    way. ``is_tainted``: a published device has a taint that the request does not tolerate.
+    way. ``is_tainted``: one of the devices, which is published, has a taint that the request does not tolerate.
     """
 
     usable: set[str] = field(default_factory=set)
     unusable: list[tuple[FleetGpu, Obstacle, str]] = field(default_factory=list)
     is_tainted: bool = False
 
+    @property
+    def count(self) -> int:
+        """With those of GPUs that do not answer."""
+        return len(self.usable) + len(self.unusable)
+
     def needed_by(self, request: DeviceRequest) -> int | None:
         """The number of devices that ``request`` takes there; None if it can't have so many."""
         most = len(self.usable)
-        if request.count is None:  # the scheduler refuses them all if one of them has a taint
+        if request.count is None:  # the scheduler refuses all of them if one has a taint, and sees none of lost GPUs
             return most if most and not self.is_tainted else None
         return request.count if request.count <= most else None
 
 
-class Need(NamedTuple):
-    """Requests of one claim get different devices: ``needed`` of the ``most`` that they select on a node."""
+class JointNeed(NamedTuple):
+    """What the requests of one claim, which get different devices, need of a node that has ``usable`` ones."""
 
     needed: int
-    most: int
+    usable: int
+
+    @property
+    def missing(self) -> int:
+        return self.needed - min(self.usable, MAX_DEVICES)
 
 
 class MonitorDevices:
     """What the claims of one queue can have of monitor devices; equal requests are examined once."""
 
     def __init__(self, queue: Queue) -> None:
-        self._queue = queue
-        self._of_request: dict[DeviceRequest, Mapping[str, MonitorsOfNode]] = {}
-        self._nodes: dict[tuple[tuple[DeviceRequest, ...], int], Nodes] = {}
+        self._queue, self._driver = queue, queue.feasibility.matching.driver
+        self._of_request: Callable[[DeviceRequest], Mapping[str, MonitorsOfNode]] = cache(self._find_monitors)
+        self._joint_needs: Callable[[Requests], Mapping[str, JointNeed]] = cache(self._find_joint_needs)
+        self._judged: Callable[[Requests], Requests] = cache(lambda requests: tuple(filter(self._can_judge, requests)))
 
-    def nodes_for(self, pod: Pod) -> Nodes | None:
-        """The nodes with enough monitor devices for each claim of ``pod``; None if no claim requests any."""
-        claims = [claim for claim in self._queue.of_pod(pod) if claim.key in self._queue.monitoring]
-        return frozenset.intersection(*map(self._nodes_for, claims)) if claims else None
+    def has_everything(self, pod: Pod) -> bool | None:
+        """Whether a node for ``pod`` has its monitor devices and all else that it requests; None if none are judged."""
+        queue, nodes, is_judged = self._queue, self._queue.nodes_for(pod), False
+        for claim in queue.of_pod(pod):
+            if requests := self._judged(queue.monitoring.get(claim.key, ())):
+                is_judged = True
+                nodes &= {node for node, need in self._joint_needs(requests).items() if need.missing <= 0}
+        if not is_judged:
+            return None
+        return bool(nodes) and any(
+            not requirements.requests or queue.feasibility.may_fit(requirements, nodes)
+            for requirements in queue.combinations(pod)
+        )
 
-    def reason(self, pending: PendingClaim, excluded_for: ExcludedFor) -> Reason | None:
-        """Why no node for a pod of ``pending`` has its monitor devices; None if one does, or if it needs none."""
-        requests, nodes = self._queue.monitoring.get(pending.key, ()), self._queue.nodes(pending)
-        if not requests or self._nodes_for(pending) & nodes:
+    def reason(self, pending: PendingClaim, excluded_from: ExcludedFrom) -> Reason | None:
+        """Why no node for a pod of ``pending`` has its monitor devices; None if one has, or if it can't be judged."""
+        requests, nodes = self._judged(self._queue.monitoring.get(pending.key, ())), self._queue.nodes(pending)
+        if not requests:
             return None
         for request in requests:
-            there = self._monitors(request)
-            if all(there[node].needed_by(request) is None for node in there.keys() & nodes):
-                return self._reason_of(request, nodes, excluded_for(pending))
-        return self._not_together(pending, nodes)
+            monitors = self._of_request(request)
+            if all(monitors[node].needed_by(request) is None for node in monitors.keys() & nodes):
+                return self._reason_of(request, pending, excluded_from)
+        needs = self._joint_needs(requests)
+        reachable = {node: needs[node] for node in needs.keys() & nodes}
+        if any(need.missing <= 0 for need in reachable.values()):
+            return None
+        return _not_together(requests, reachable)
 
-    def _nodes_for(self, pending: PendingClaim) -> Nodes:
-        """The nodes that have all monitor devices of the claim, whether its pods can run there or not."""
-        requests, others = self._queue.monitoring[pending.key], self._others(pending)
-        if (requests, others) not in self._nodes:
-            needs = ((name, self._need(requests, name)) for name in self._monitors(requests[0]))
-            self._nodes[requests, others] = frozenset(
-                name for name, need in needs if need and need.most >= need.needed <= MAX_DEVICES - others
-            )
-        return self._nodes[requests, others]
+    def _can_judge(self, request: DeviceRequest) -> bool:
+        """Whether it gets no other devices than those of monitors: these may be allocated, and can not be prepared."""
+        among = request.selector.among(self._queue.feasibility.fleet)
+        return not (self._of_request(request) and any(matches for matches, _ in among))
 
-    def _others(self, pending: PendingClaim) -> int:
-        """The number of other devices that the claim gets at least."""
-        return min((sum(alternative.counts) for alternative in self._queue.alternatives(pending)), default=0)
-
-    def _need(self, requests: Collection[DeviceRequest], node: str) -> Need | None:
-        """What ``requests`` of one claim need on ``node`` together; None if it hasn't enough for one of them alone."""
-        different, needed = set[str](), 0
-        for request in requests:
-            monitors = self._monitors(request).get(node)
-            count = None if monitors is None else monitors.needed_by(request)
-            if monitors is None or count is None:
-                return None
-            different |= monitors.usable
-            needed += count
-        return Need(needed, len(different))
-
-    def _monitors(self, request: DeviceRequest) -> Mapping[str, MonitorsOfNode]:
+    def _find_monitors(self, request: DeviceRequest) -> Mapping[str, MonitorsOfNode]:
         """The monitor devices that ``request`` selects, by node."""
-        if request not in self._of_request:
-            queue, fleet, by_node = self._queue, self._queue.feasibility.fleet, dict[str, MonitorsOfNode]()
-            rules = untolerated(queue.cluster.taint_rules, [request])
-            selected = (gpus for rejection, gpus in request.selector.monitors_among(fleet) if rejection is None)
-            for gpu in (fleet.gpus[uuid] for gpus in selected for uuid in gpus):
-                of_node = by_node.setdefault(gpu.node, MonitorsOfNode())
-                if not gpu.has_monitor:
-                    of_node.unusable.append((gpu, OF_FAULT.get(gpu.fault_kind, Obstacle.FAULT), gpu.fault or ""))
-                elif rule := _taint(gpu, rules, queue.feasibility.matching.driver):
-                    text = f"DeviceTaintRule {rule.metadata.name} with {rule.spec.taint.text}"
-                    of_node.unusable.append((gpu, Obstacle.TAINTED, text))
-                    of_node.is_tainted = True
-                else:
-                    of_node.usable.add(gpu.gpu.uuid)
-            self._of_request[request] = by_node
-        return self._of_request[request]
+        fleet, by_node = self._queue.feasibility.fleet, dict[str, MonitorsOfNode]()
+        rules = [rule for rule in untolerated(self._queue.cluster.taint_rules, [request]) if self._may_taint(rule)]
+        selected = (gpus for rejection, gpus in request.selector.monitors_among(fleet) if rejection is None)
+        for gpu in (fleet.gpus[uuid] for gpus in selected for uuid in gpus):
+            monitors = by_node.setdefault(gpu.node, MonitorsOfNode())
+            if not gpu.has_monitor:
+                monitors.unusable.append((gpu, OF_FAULT.get(gpu.fault_kind, Obstacle.FAULT), gpu.fault or ""))
+            elif (rule := self._taint(gpu, rules)) is not None:
+                text = f"DeviceTaintRule {rule.metadata.name} with {rule.spec.taint.text}"
+                monitors.unusable.append((gpu, Obstacle.TAINTED, text))
+                monitors.is_tainted = True
+            else:
+                monitors.usable.add(gpu.gpu.uuid)
+        return by_node
 
-    def _reason_of(self, request: DeviceRequest, nodes: Nodes, excluded: Mapping[str, Excluded]) -> Reason:
-        """Why ``request`` can't have its monitor devices on any of ``nodes``."""
-        feasibility, name, there = self._queue.feasibility, request.name, self._monitors(request)
-        if not there:
+    def _may_taint(self, rule: DeviceTaintRule) -> bool:
+        """Whether a rule is for monitor devices of this driver, or for all devices."""
+        selector = rule.spec.device_selector
+        if selector is None or selector.driver not in (None, self._driver):
+            return False
+        return selector.device is None or is_monitor(selector.device)
+
+    def _taint(self, gpu: FleetGpu, rules: Iterable[DeviceTaintRule]) -> DeviceTaintRule | None:
+        """The first of ``rules`` that taints the monitor device of ``gpu``."""
+        for rule in rules:
+            pool, name = Pool(gpu.node, self._driver).of_monitors.name, Monitor.of(gpu.gpu, gpu.number).name
+            if rule.selects(self._driver, pool, name):
+                return rule
+        return None
+
+    def _find_joint_needs(self, requests: Requests) -> Mapping[str, JointNeed]:
+        """By node that has enough for each of ``requests``, whether pods can run there or not."""
+        of_requests = [(request, self._of_request(request)) for request in requests]
+        needs = dict[str, JointNeed]()
+        for node in frozenset.intersection(*(frozenset(monitors) for _, monitors in of_requests)):
+            counts = [monitors[node].needed_by(request) for request, monitors in of_requests]
+            if None not in counts:
+                different = set[str]().union(*(monitors[node].usable for _, monitors in of_requests))
+                needs[node] = JointNeed(sum(filter(None, counts)), len(different))
+        return needs
+
+    def _reason_of(self, request: DeviceRequest, pending: PendingClaim, excluded_from: ExcludedFrom) -> Reason:
+        """Why ``request`` can't have its monitor devices where a pod of ``pending`` can run."""
+        name, monitors, nodes = request.name, self._of_request(request), self._queue.nodes(pending)
+        if not monitors or self._is_exhausted(request):
             return self._nothing_selected(request)
-        enough = feasibility.monitors(request)
+        asks = f"request {name} asks for {request.written_count} monitor devices of one node"
+        enough = {node for node in monitors if monitors[node].count >= (request.count or 1)}
         if not enough:
-            most = max(feasibility.monitors(replace(request, count=1)).values())
-            asks = f"request {name} asks for {request.written_count} monitor devices of one node"
+            most = max(of_node.count for of_node in monitors.values())
             return Reason(ReasonCode.TOO_MANY, f"{asks}; no node has more than {most}", permanent=True)
-        if not enough.keys() & nodes:
+        if not enough & nodes:
             what = f"request {name}: the monitor devices that it selects are only"
-            return only_elsewhere(what, sorted(enough), excluded, nodes)
-        node = max(sorted(enough.keys() & nodes), key=lambda node: len(there[node].usable))
-        return _obstructed(request, node, there[node])
+            if reachable := monitors.keys() & nodes:
+                most = max(monitors[node].count for node in reachable)
+                what = f"{asks}; no node where its pod can run has more than {most}, it would fit only"
+            return only_elsewhere(what, sorted(enough), excluded_from(pending), nodes)
+        node = max(sorted(enough & nodes), key=lambda node: len(monitors[node].usable))
+        return _obstructed(request, node, monitors[node])
 
-    def _not_together(self, pending: PendingClaim, nodes: Nodes) -> Reason:
-        """Each request can have its monitor devices, but not all of them on one of ``nodes``."""
-        requests, others = self._queue.monitoring[pending.key], self._others(pending)
-        needs = list(filter(None, (self._need(requests, node) for node in nodes)))
-        least = min((need.needed for need in needs), default=0)
-        names = listed([request.name for request in requests])
-        if least + others > MAX_DEVICES:
-            written = least + others + sum(request.excess for request in requests)
-            too_many = f"it asks for {written} devices, more than the {MAX_DEVICES} that one claim can have"
-            return Reason(ReasonCode.TOO_MANY, too_many, permanent=True)
-        if needs:
-            most = max(need.most for need in needs)
-            has = f"{least} different monitor devices of one node; no node where its pod can run has more than {most}"
-            return Reason(ReasonCode.TOO_MANY, f"its requests {names} need {has}", permanent=True)
-        sentence = f"its requests {names} need their monitor devices on one node, and no node has those of all of them"
-        return Reason(ReasonCode.NOT_TOGETHER, sentence, permanent=True)
+    def _is_exhausted(self, request: DeviceRequest) -> bool:
+        among = request.selector.monitors_among(self._queue.feasibility.fleet)
+        return any(rejection is not None and rejection.error == EXHAUSTED for rejection, _ in among)
 
     def _nothing_selected(self, request: DeviceRequest) -> Reason:
         """Why ``request`` selects the monitor device of no GPU."""
@@ -161,42 +180,54 @@ class MonitorDevices:
         rejections = [rejection for rejection, _ in among if rejection is not None]
         failing = next((rejection for rejection in rejections if rejection.error), None)
         if failing is not None:
-            return _selector_fails(request, failing)
-        by_claim = [each.expression for each in rejections if each.expression not in request.class_selectors]
-        if not by_claim:
+            of_class = failing.expression in request.class_selectors
+            whose = f" of DeviceClass {request.device_class}" if of_class else ""
+            sentence = f"request {request.name}: the selector {failing.expression!r}{whose} fails on monitor devices"
+            return Reason(ReasonCode.SELECTOR_FAILS, f"{sentence}: {failing.error}", permanent=True)
+        if not may_select_monitors(request.class_selectors, self._driver):
             sentence = (
                 f"request {request.name} has adminAccess, and class {request.device_class} selects no monitor device; "
                 "no other device can be prepared with adminAccess: request class gpu-monitor"
             )
+            return Reason(ReasonCode.NOTHING_MATCHES, sentence, permanent=True)
+        expressions = list(dict.fromkeys(rejection.expression for rejection in rejections))
+        if any(expression.startswith('"') for expression in expressions):  # as RequirementsReader writes capacities
+            why = "the request has a capacity, and monitor devices have none"
         else:
-            none = " (they have no capacity)" if "device.capacity" in by_claim[0] else ""
-            sentence = (
-                f"request {request.name} has adminAccess, and it selects none of the monitor devices of class "
-                f"{request.device_class}: {by_claim[0]} is false for them{none}; no other device can be prepared with "
-                "adminAccess"
-            )
+            why = f"none satisfies {' and '.join(request.selector.expressions)}"
+        sentence = f"request {request.name} has adminAccess, and it selects no GPU's monitor device: {why}"
         return Reason(ReasonCode.NOTHING_MATCHES, sentence, permanent=True)
 
 
-def _taint(gpu: FleetGpu, rules: Iterable[DeviceTaintRule], driver: str) -> DeviceTaintRule | None:
-    """The first of ``rules`` that taints the monitor device of ``gpu``."""
-    pool, name = Pool(gpu.node, driver).of_monitors.name, Monitor.of(gpu.gpu, gpu.number).name
-    return next((rule for rule in rules if rule.selects(driver, pool, name)), None)
-
-
-def _obstructed(request: DeviceRequest, node: str, there: MonitorsOfNode) -> Reason:
+def _obstructed(request: DeviceRequest, node: str, monitors: MonitorsOfNode) -> Reason:
     """``node`` has enough GPUs, but not all of their monitor devices can be had."""
-    counts = [obstacle for _, obstacle, _ in there.unusable]
-    main = max(counts, key=counts.count)
-    gpus = [f"gpu-{gpu.number} ({text})" for gpu, obstacle, text in there.unusable if obstacle is main]
+    obstacles = [obstacle for _, obstacle, _ in monitors.unusable]
+    main = max(obstacles, key=obstacles.count)
+    if request.count is None and monitors.is_tainted:
+        main = Obstacle.TAINTED
+    gpus = [f"gpu-{gpu.number} ({text})" for gpu, obstacle, text in monitors.unusable if obstacle is main]
     code, text = OF_OBSTACLE[main]
-    needs = "all monitor devices of a node" if request.count is None else f"{request.count} monitor devices of one node"
-    most = f"{len(there.usable)} of {len(there.usable) + len(there.unusable)}"
-    sentence = f"request {request.name} needs {needs}; at most {most} can be had on one node ({node}): "
-    return Reason(code, sentence + text.format(listed(gpus)), permanent=True)
+    if main is Obstacle.TAINTED:
+        text = "a DeviceTaintRule taints {}, which it does not tolerate"
+    needs = {None: "all monitor devices of a node", 1: "a monitor device"}.get(
+        request.count, f"{request.count} monitor devices of one node"
+    )
+    can_be_had = f"{len(monitors.usable)} of {monitors.count} can be had on node {node}"
+    sentence = f"request {request.name} needs {needs}, and at most {can_be_had}: {text.format(listed(gpus))}"
+    return Reason(code, sentence, permanent=True)
 
 
-def _selector_fails(request: DeviceRequest, rejection: Rejection) -> Reason:
-    whose = f" of DeviceClass {request.device_class}" if rejection.expression in request.class_selectors else ""
-    sentence = f"request {request.name}: the selector {rejection.expression!r}{whose} fails on monitor devices"
-    return Reason(ReasonCode.SELECTOR_FAILS, f"{sentence}: {rejection.error}", permanent=True)
+def _not_together(requests: Requests, needs: Mapping[str, JointNeed]) -> Reason:
+    """Each request can have its monitor devices, but not all of them on one of the nodes of ``needs``."""
+    names = listed([request.name for request in requests])
+    who = f"its requests {names} need" if len(requests) > 1 else f"request {names} needs"
+    if not needs:
+        sentence = f"{who} their monitor devices on one node, and no node where its pod can run has those of all"
+        return Reason(ReasonCode.NOT_TOGETHER, sentence, permanent=True)
+    node, need = min(sorted(needs.items()), key=lambda item: item[1].missing)
+    has = f"which has {need.usable}"
+    if need.needed > MAX_DEVICES:
+        has = f"more than the {MAX_DEVICES} that one claim can have"
+    others = "; no other node where its pod can run has enough" if len(needs) > 1 else ""
+    sentence = f"{who} {need.needed} different monitor devices of node {node}, {has}{others}"
+    return Reason(ReasonCode.TOO_MANY, sentence, permanent=True)

@@ -109,11 +109,7 @@ class Sightings:
         self.looked_up.begin()
         queue = situation.queue
         waiting = (pending for pending in queue.pending if pending.key not in queue.held_back)
-        claims = {
-            _uid(pending): pending
-            for pending in waiting
-            if queue.requirements(pending) or pending.key in queue.monitoring
-        }
+        claims = {_uid(pending): pending for pending in waiting if queue.requirements(pending)}
         if self._watching:
             self._claims = {uid: self._claims.get(uid) or self._now() for uid in claims}
         else:
@@ -179,10 +175,13 @@ class ClaimsDespiteOffers:
             return None
         for pod in pending.pods:
             nodes = self._queue.nodes_for(pod)
+            for claim in self._queue.of_pod(pod) if self._queue.monitoring else ():
+                if claim.key in self._queue.monitoring:
+                    nodes &= self._queue.nodes_with_monitors(claim)
             for requirements in self._queue.combinations(pod):
                 if devices := self._fitting(requirements, nodes):
                     return self._of_devices(pending, pod, requirements, devices)
-        return self._unpublished(pending) or self._all_refused(pending) or self._unpublished_monitors(pending)
+        return self._unpublished(pending) or self._all_refused(pending)
 
     @cached_property
     def _refusing(self) -> Mapping[str, str]:
@@ -275,15 +274,8 @@ class ClaimsDespiteOffers:
         fitting = sorted({node for node, outcome in outcomes if outcome is SearchOutcome.FITS})
         if not fitting or any(node not in self._refusing for node in fitting):
             return None
-        sentence = f"enough is free only on {_with_causes(fitting, self._refusing)} (tessera status)"
-        return ClaimReason(pending, ReasonCode.NOT_PUBLISHED, sentence, permanent=True)
-
-    def _unpublished_monitors(self, pending: PendingClaim) -> ClaimReason | None:
-        """The reason where every node with monitor devices for the claim is silent."""
-        nodes, silent = sorted(self._queue.nodes_with_monitors(pending)), self._situation.silent
-        if not nodes or any(node not in silent for node in nodes):
-            return None
-        sentence = f"it can have monitor devices only on {_with_causes(nodes, silent)} (tessera status)"
+        texts = listed([f"{node}, which {self._refusing[node]}" for node in fitting])
+        sentence = f"enough is free only on {texts} (tessera status)"
         return ClaimReason(pending, ReasonCode.NOT_PUBLISHED, sentence, permanent=True)
 
     def _all_refused(self, pending: PendingClaim) -> ClaimReason | None:
@@ -348,10 +340,6 @@ class ClaimsDespiteOffers:
             return f"{all_of_them} of {driver} on node {node} is held, by {by}"
         rest = f"; the others are held by {by}" if holders else ""
         return f"none of the free devices of {driver} on node {node} has what it selects{same}{rest}"
-
-
-def _with_causes(nodes: Sequence[str], causes: Mapping[str, str]) -> str:
-    return listed([f"{node}, which {causes[node]}" for node in nodes])
 
 
 def _failure(queue: Queue, pending: PendingClaim, report: Condition) -> SelectorFailure | None:

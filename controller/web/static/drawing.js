@@ -85,7 +85,7 @@ export function fillNode(frame, node, classes) {
     ...node.states.map(stateBadge));
   frame.querySelector(".gpus").replaceChildren(...node.gpus.flatMap((gpu) => [gpuRow(gpu, classes), ...notes(gpu)]),
     ...node.lostDevices.map((lost) => note(`${lost.device} is held by ${holderName(lost.holder)}, but the node reports no such GPU`)),
-    ...node.failedMonitors.map((holder) => note(`claim ${holderName(holder)}: ${holder.problem}`)));
+    ...(node.failedMonitors ?? []).map((holder) => note(`claim ${holderName(holder)}: ${holder.problem}`)));
   frame.style.setProperty("--gpus", node.gpus.length);
 }
 

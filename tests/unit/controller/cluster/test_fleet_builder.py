@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from msgspec.structs import replace
 
 from controller.cluster.fleet import FleetGpu
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_use_labels import Dedication
 from controller.cluster.node_views import NodeView
 from driver.model.offer import DeviceKind
-from driver.model.plan import GpuReport, Held, NodeCondition, NodeConditionType, PlanStatus, encode_inventory
+from driver.model.plan import GpuReport, Held, PlanStatus, encode_inventory
 from tests.support.fleets import possible
 from tests.support.gpus import H100, gpu_of
 from tests.support.node_views import changes, fleet_of
@@ -102,8 +101,7 @@ def test_a_cordoned_node_offers_nothing() -> None:
 def test_a_node_that_can_start_no_pod_with_a_gpu_offers_nothing_until_it_can() -> None:
     builder, able = FleetBuilder(), [view()]
     before = list(builder.build(able, changes(able)))
-    condition = NodeCondition(NodeConditionType.UNABLE, "2026-11-27T02:00:00Z", "the driver is missing")
-    unable = [view(status=replace(able[0].status, conditions=(condition,)))]
+    unable = [view(unable="the driver is missing")]
     closed = builder.build(unable, changes(unable, able))
     assert {(gpu.fault, possible(gpu)) for gpu in closed} == {("the driver is missing", ())}
     assert list(builder.build(able, changes(able, unable))) == before

@@ -6,7 +6,7 @@ import pytest
 
 from controller.cluster.node_views import NodeChanges, NodeViews, PoolPart, PublishedSlice
 from driver.kube.types import GpuNodePlan, Metadata, Node, PlanMetadata
-from driver.model.plan import Held, PlanStatus
+from driver.model.plan import Held, NodeCondition, NodeConditionType, PlanStatus
 
 HELD = {"gpu-0": Held("gpu-0", "default/claim")}
 
@@ -53,6 +53,13 @@ def test_a_node_that_is_gone_changes_the_membership(views: NodeViews) -> None:
     views.update("a", None, None, [slice_of("a")], {}, node_changed=True)
     assert [view.name for view in views.all()] == ["b"]
     assert views.changes() == NodeChanges(frozenset("a"), {"a": None}, [], True)
+
+
+def test_a_node_is_unable_for_the_reason_that_its_plan_has(views: NodeViews) -> None:
+    conditions = tuple(NodeCondition(kind, "", f"because {kind}") for kind in NodeConditionType)
+    plan = GpuNodePlan(PlanMetadata("a"), status=PlanStatus(conditions=conditions))
+    views.update("a", node("a"), plan, [slice_of("a")], {}, node_changed=False)
+    assert [view.unable for view in views.all()] == ["because Unable", None]
 
 
 def test_devices_that_a_node_left_out_of_its_slices_count_as_published_and_not_as_offered(views: NodeViews) -> None:

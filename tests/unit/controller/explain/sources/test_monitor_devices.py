@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from controller.demand import selected_devices, selector_time
+from controller.demand.selector_time import BudgetExhausted
 from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ReasonCode
 from controller.explain.situation import Situation as Now
 from driver.model.plan import FaultKind
 from tests.support.clock import FakeClock
-from tests.support.queues import DRIVER, FULL, Situation, fleet_gpu, node_of, profile, request, selected_by
+from tests.support.queues import DRIVER, FULL, OURS, Situation, fleet_gpu, node_of, profile, request, selected_by
 from tests.support.reasons import reasons_of
 
 MONITOR = selected_by('type == "monitor"')
@@ -51,7 +52,7 @@ def test_a_gpu_whose_monitor_device_is_not_published_is_named_where_it_is_needed
 ) -> None:
     gpus = [fleet_gpu("a", 0), fleet_gpu("a", 1, fault="it does not answer", fault_kind=kind)]
     there = Situation(gpus).wants(monitors(count=2))
-    told(there, code, "needs 2 monitor devices of one node; at most 1 of 2 can be had on one node (a)", text)
+    told(there, code, "needs 2 monitor devices of one node, and at most 1 of 2 can be had on node a: ", text)
 
 
 @pytest.mark.parametrize("kind", [FaultKind.UNHEALTHY, FaultKind.CORDONED])
@@ -90,12 +91,12 @@ def test_a_device_taint_rule_for_another_device_of_the_gpu_says_nothing_about_it
 
 def test_all_the_monitor_devices_of_a_node_may_be_more_than_a_claim_can_have() -> None:
     there = Situation(node_of("a", gpus=33)).wants(monitors(allocationMode="All"))
-    told(there, ReasonCode.TOO_MANY, "it asks for 33 devices, more than the 32 that one claim can have")
+    told(there, ReasonCode.TOO_MANY, "needs 33 different monitor devices", "more than the 32 that one claim can have")
 
 
 def test_more_monitor_devices_than_a_claim_can_have_are_too_many() -> None:
     there = Situation(node_of("a", gpus=40)).wants(monitors(count=33))
-    told(there, ReasonCode.TOO_MANY, "it asks for 33 devices, more than the 32 that one claim can have")
+    told(there, ReasonCode.TOO_MANY, "needs 33 different monitor devices", "more than the 32 that one claim can have")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_more_monitor_devices_than_a_claim_can_have_are_too_many() -> None:
 def test_the_requests_of_a_claim_get_different_monitor_devices(modes: tuple[dict[str, Any], dict[str, Any]]) -> None:
     first, second = modes
     there = Situation(node_of("a", gpus=4)).wants(monitors("x", **first), monitors("y", **second))
-    told(there, ReasonCode.TOO_MANY, "requests x, y need", "no node where its pod can run has more than 4")
+    told(there, ReasonCode.TOO_MANY, "requests x, y need", "different monitor devices of node a, which has 4")
     fitting = Situation(node_of("a", gpus=4)).wants(monitors("x", count=2), monitors("y", count=2))
     assert reasons_of(fitting.queue) == []
 
@@ -129,13 +130,13 @@ def test_who_asks_for_admin_access_by_a_class_that_is_not_there_is_told_so() -> 
 @pytest.mark.parametrize("selector", [FULL, profile("1g.99gb")])
 def test_who_asks_for_admin_access_to_other_devices_is_told_which_selector_excludes_monitors(selector: str) -> None:
     there = Situation(node_of("a")).wants(monitors(selector=selector))
-    told(there, ReasonCode.NOTHING_MATCHES, "selects none of the monitor devices", f"{selector} is false for them")
+    told(there, ReasonCode.NOTHING_MATCHES, "selects no GPU's monitor device", f"none satisfies {OURS} and {selector}")
 
 
 def test_monitor_devices_of_two_nodes_do_not_serve_one_claim() -> None:
     there = Situation([fleet_gpu("a", 0), fleet_gpu("b", 1)])
     there.wants(monitors("x", FIRST), monitors("y", SECOND))
-    told(there, ReasonCode.NOT_TOGETHER, "requests x, y", "no node has those of all of them")
+    told(there, ReasonCode.NOT_TOGETHER, "requests x, y", "no node where its pod can run has those of all")
 
 
 def test_the_monitor_devices_and_the_other_devices_of_a_pod_are_on_one_node() -> None:
@@ -145,7 +146,13 @@ def test_the_monitor_devices_and_the_other_devices_of_a_pod_are_on_one_node() ->
     told(there, ReasonCode.FAULT, "gpu-0")
     apart = Situation([fleet_gpu("a", 0, L4), fleet_gpu("b", 0)])
     apart.wants(monitors("x", OF_L4), request(selector=selected_by('type == "gpu"', f'productName != "{L4}"')))
-    told(apart, ReasonCode.NOT_TOGETHER, "not on one node with the monitor devices that its pod requests (on a)")
+    told(
+        apart,
+        ReasonCode.NOT_TOGETHER,
+        "(on b)",
+        "not on one node",
+        "its monitor devices",
+    )
 
 
 def test_a_claim_for_monitor_devices_has_the_reason_of_the_other_claim_of_its_pod() -> None:
@@ -180,14 +187,13 @@ def test_the_claims_own_selector_is_named_where_it_excludes_the_monitor_devices_
     there = Situation(node_of("a"))
     there.device_class("watching", MONITOR)
     there.wants(monitors(selector=selected_by('architecture == "Blackwell"'), device_class="watching"))
-    text = "selects none of the monitor devices of class watching"
-    told(there, ReasonCode.NOTHING_MATCHES, text, 'architecture == "Blackwell"')
+    told(there, ReasonCode.NOTHING_MATCHES, "selects no GPU's monitor device", 'architecture == "Blackwell"')
 
 
 def test_requested_capacity_excludes_monitor_devices_which_have_none() -> None:
     there = Situation(node_of("a"))
     there.wants(monitors(capacity={"requests": {"memory": "1Gi"}}))
-    told(there, ReasonCode.NOTHING_MATCHES, "they have no capacity")
+    told(there, ReasonCode.NOTHING_MATCHES, "monitor devices have none")
 
 
 def test_a_selector_that_fails_on_monitor_devices_is_named_with_the_error() -> None:
@@ -202,14 +208,45 @@ def test_a_namespace_without_time_for_selectors_is_told_so(monkeypatch: pytest.M
     assert selector_time.EXHAUSTED in reason.sentence
 
 
-def test_monitor_devices_of_nodes_whose_slices_the_scheduler_does_not_take_are_not_awaited() -> None:
-    queue = Situation(node_of("a", gpus=1)).wants(monitors()).queue
-    reasons = reasons_in(Now(queue, silent={"a": "has published nothing yet"}), FakeClock())
-    assert reasons["default/claim"].code is ReasonCode.NOT_PUBLISHED
-    assert "monitor devices only on a, which has published nothing yet" in reasons["default/claim"].sentence
-
-
 def test_a_claim_for_monitor_devices_on_a_full_node_waits_for_the_scheduler_only() -> None:
-    queue = Situation(node_of("a", "full", gpus=1)).wants(monitors()).queue
-    assert reasons_in(Now(queue), FakeClock())["default/claim"].code is ReasonCode.WAITS
-    assert "monitor devices are free" in reasons_in(Now(queue), FakeClock())["default/claim"].sentence
+    reasons = reasons_in(Now(Situation(node_of("a", "full", gpus=1)).wants(monitors()).queue), FakeClock())
+    assert reasons["default/claim"].code is ReasonCode.WAITS
+    assert reasons["default/claim"].sentence == "the scheduler has not allocated its monitor devices yet"
+
+
+def test_a_request_that_may_also_get_other_devices_is_not_judged() -> None:
+    assert reasons_of(Situation(node_of("a", gpus=2)).wants(monitors(selector=None, count=5)).queue) == []
+
+
+def test_lost_gpus_are_not_to_blame_where_one_taint_keeps_a_claim_from_all_devices() -> None:
+    there = Situation([*node_of("a", gpus=2), *(fleet_gpu("a", number, **LOST) for number in (2, 3))])
+    there.taint_rule("repair", {"driver": DRIVER, "device": "gpu-1-monitor"}, key="broken", effect="NoExecute")
+    told(there.wants(monitors(allocationMode="All")), ReasonCode.TAINTED, "taints gpu-1 (DeviceTaintRule repair")
+
+
+def test_a_node_where_the_pod_can_run_may_have_too_few_gpus() -> None:
+    there = Situation([*node_of("a", gpus=2), *node_of("b", gpus=4)])
+    there.node("a", {"zone": "x"})
+    there.wants(monitors(count=4), nodeSelector={"zone": "x"})
+    told(there, ReasonCode.OTHER_NODES, "no node where its pod can run has more than 2, it would fit only on")
+
+
+def test_the_need_and_what_there_is_are_of_one_node() -> None:
+    there = Situation([*node_of("a", gpus=20), *node_of("b", gpus=2)])
+    there.wants(*(monitors(name, allocationMode="All") for name in "xy"))
+    told(there, ReasonCode.TOO_MANY, "need 4 different monitor devices of node b, which has 2; no other node")
+
+
+def test_a_selector_that_had_no_time_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_time(_work: object) -> None:
+        raise BudgetExhausted
+
+    there = Situation([fleet_gpu("a", 0, **LOST)]).wants(monitors())
+    queue = there.queue
+    time = there.matching.namespaces["default"].time
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "spend", no_time)
+        assert not queue.monitored_nodes
+        told(there, ReasonCode.SELECTOR_FAILS, selector_time.EXHAUSTED)
+    assert there.queue.monitored_nodes == {"a"}
+    told(there, ReasonCode.FAULT, "gpu-0")
