@@ -19,7 +19,7 @@ from controller.decision.choose import ChooseStage
 from controller.decision.explain import ExplainStage
 from controller.decision.read import ReadStage
 from controller.decision.withdraw_and_admit import AdmitStage, WithdrawStage
-from controller.decision.write import WriteStage
+from controller.decision.write_and_evict import WriteStage
 from controller.eviction.evictor import Evictor
 from controller.eviction.failed_starts import FailedStarts
 from controller.eviction.overlapping_allocations import OverlapEvictor

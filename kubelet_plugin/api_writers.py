@@ -24,12 +24,12 @@ from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
 from kubelet_plugin.coexistence.other_drivers import OtherDriverWatch
 from kubelet_plugin.dra.registration import Registration
 from kubelet_plugin.health.monitor import HealthMonitor
-from kubelet_plugin.metrics.measurements import Measurements
+from kubelet_plugin.metrics.metrics_interface import Measurements
 from kubelet_plugin.plan.follower import PlanFollower
 from kubelet_plugin.plan.instructions import WatchedInstructions
 from kubelet_plugin.plan.memory import PlanFile
 from kubelet_plugin.plan.plan_status import FenceRelease, PlanReport, PlanStatusWriter
-from kubelet_plugin.reconcile.claim_activity import BackgroundWork
+from kubelet_plugin.reconcile.background_work import BackgroundWork
 from kubelet_plugin.reconcile.uninstall import Uninstall
 from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.status.claim_status import StatusWriter, device_statuses

@@ -47,8 +47,8 @@ from kubelet_plugin.inventory.open_hardware import open_host, require_driver_fil
 from kubelet_plugin.inventory.scan import NvmlEventListener, ScanLoop, Scanner
 from kubelet_plugin.inventory.standalone_offers import check_layouts, setting_warnings
 from kubelet_plugin.metrics import probes
-from kubelet_plugin.metrics.measurements import Measurements
-from kubelet_plugin.reconcile.claim_activity import BackgroundWork, ClaimActivity
+from kubelet_plugin.metrics.metrics_interface import Measurements
+from kubelet_plugin.reconcile.background_work import BackgroundWork, ClaimActivity
 from kubelet_plugin.reconcile.node_checks import NodeChecks, OutdatedClaims
 from kubelet_plugin.reconcile.orphans import Orphans
 from kubelet_plugin.reconcile.recovery import ClaimReconciler, recover

@@ -39,7 +39,7 @@ from kubelet_plugin.dra.sockets import PluginSockets, serve_kubelet
 from kubelet_plugin.health.node_conditions import NodeConditions
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.inventory.open_hardware import host_paths, missing_hardware
-from kubelet_plugin.metrics.measurements import Measurements
+from kubelet_plugin.metrics.metrics_interface import Measurements
 from kubelet_plugin.plan.plan_status import ConditionsWriter
 from kubelet_plugin.reconcile.recovery import tidy_specs
 from kubelet_plugin.settings import NodeSettings

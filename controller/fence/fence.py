@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 
 from controller.cluster.cache import ClusterCache
 from controller.cluster.claim_index import PoolDevice
-from controller.fence.canary import Canary
+from controller.fence.canary_claim import Canary
 from controller.fence.configmap import FencedDevices
 from controller.step_names import Observer, Step
 from driver.clock import Clock

@@ -12,8 +12,8 @@ import msgspec
 from controller.demand.node_eligibility import Excluded
 from controller.demand.pending_claims import PendingClaim
 from controller.eviction.failed_starts import FailedStart
-from controller.explain.changes import HelpfulChange, admitting, changes_that_help
 from controller.explain.events import ALLOCATED, NO_POD, NOT_USED
+from controller.explain.helpful_changes import HelpfulChange, admitting, changes_that_help
 from controller.explain.reason import OF_THE_POD, ClaimReason
 from controller.explain.sources.availability import Availability, SelectedGpu, holders_of, listed
 from controller.explain.sources.pods_not_lacking_devices import AllocatedPods

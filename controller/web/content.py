@@ -13,7 +13,7 @@ from itertools import chain, islice
 import msgspec
 
 from controller.cluster.fleet import FleetGpu
-from controller.explain.changes import HelpfulChange
+from controller.explain.helpful_changes import HelpfulChange
 from controller.report.claim_explainer import Explainer, Explanation
 from controller.report.cluster_view import ClusterView
 from controller.report.map_model import MapNode, Value, cluster_map

@@ -17,8 +17,8 @@ from urllib.parse import urlencode
 
 import msgspec
 
+from driver.client_connections import CHUNK_BYTES
 from driver.clock import Clock
-from driver.connections import CHUNK_BYTES
 from driver.errors import CONFLICT, NOT_FOUND, ApiError, accepted_status
 from driver.kube.credentials import Access, CredentialsError
 from driver.kube.credentials import load_configuration as load_configuration

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
-from driver.connections import CONNECTION_ERRORS, MAX_CONNECTIONS, Connections
+from driver.client_connections import CONNECTION_ERRORS, MAX_CONNECTIONS, Connections
 from driver.errors import EnvironmentFault
 from driver.kube.kubeconfig import (
     PEM_ENCODING,

@@ -19,8 +19,8 @@ import pynvml
 from msgspec.structs import replace
 
 from driver.simulator.description import GpuDescription, NodeDescription
+from driver.simulator.state.gpu_load import WHOLE_GPU, Loads
 from driver.simulator.state.latency import Latency
-from driver.simulator.state.load import WHOLE_GPU, Loads
 from driver.simulator.state.state_file import StateFile
 from driver.simulator.tree import Capabilities
 

@@ -21,8 +21,8 @@ from driver.simulator.faults import FaultControl
 from driver.simulator.machine import MIG_CHANGED, GpuInstance, Machine, Process, SimulatedGpuState
 from driver.simulator.nvml import SimulatedNvml
 from driver.simulator.products import Product
+from driver.simulator.state.gpu_load import LOAD_PID, WHOLE_GPU, Load, Phase, check_activity, check_memory
 from driver.simulator.state.latency import DEFAULT_LATENCY, Latency
-from driver.simulator.state.load import LOAD_PID, WHOLE_GPU, Load, Phase, check_activity, check_memory
 from driver.simulator.state.state_file import exclusively
 from driver.simulator.tree import make_folder, write_file
 

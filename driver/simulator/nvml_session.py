@@ -21,8 +21,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import pynvml
 
 from driver.simulator.machine import EVERY_CALL, NO_FAULTS, InjectedFaults, Machine, SimulatedEvent
+from driver.simulator.state.gpu_load import SimulatedActivity
 from driver.simulator.state.latency import take
-from driver.simulator.state.load import SimulatedActivity
 
 
 def error(code: int) -> Exception:

@@ -30,7 +30,7 @@ from kubelet_plugin.health.device_conditions import FAILING
 from kubelet_plugin.health.monitor import GPU_UNHEALTHY, HealthMonitor
 from kubelet_plugin.health.recorded_faults import FaultSource
 from kubelet_plugin.inventory.inventory import ClaimReference
-from kubelet_plugin.metrics.measurements import DEFECT, FAILURES, LOCK_FAILURE, Measurements, failure_kind
+from kubelet_plugin.metrics.metrics_interface import DEFECT, FAILURES, LOCK_FAILURE, Measurements, failure_kind
 from kubelet_plugin.status.events import EventReason
 
 RESULTS = SUCCESS, ERROR = "success", "error"

@@ -24,8 +24,8 @@ from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.preparer import ClaimReader
 from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.status.events import PluginEvents
-from kubelet_plugin.usage.full_partitions import FullPartitions, PodReader
 from kubelet_plugin.usage.labels import ClaimLabels, ClaimsAndPods
+from kubelet_plugin.usage.out_of_memory_events import FullPartitions, PodReader
 from kubelet_plugin.usage.sampler import MeasuredDevice, UsageSampler, since_boot
 from kubelet_plugin.usage.totals import TotalsFile
 

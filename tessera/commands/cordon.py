@@ -20,7 +20,7 @@ from driver.kube.types import GpuNodePlan
 from driver.model.plan import API_VERSION, KIND, PATH, ClearedFaults, PlanSpec
 from driver.slices.publisher import SLICES
 from tessera.cluster_options import client_of, find_plans, with_driver_name, with_kubeconfig
-from tessera.gpu_names import GpuName, faults_of, find, names_of
+from tessera.gpu_names_and_faults import GpuName, faults_of, find, names_of
 from tessera.tables_and_drawings import show, with_output
 
 WRITE_ATTEMPTS = 5

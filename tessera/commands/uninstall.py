@@ -14,7 +14,7 @@ import msgspec
 
 from controller.app import LEASE
 from controller.decision.node_labels import LABEL_SETS, NODES
-from controller.fence.canary import CANARY
+from controller.fence.canary_claim import CANARY
 from driver.clock import wait_until
 from driver.errors import CONFLICT, FORBIDDEN, NOT_FOUND, ApiError, FatalError, accepted_status
 from driver.kube.client import KubeClient, Object

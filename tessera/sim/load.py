@@ -18,7 +18,7 @@ from driver.config.shared_flags import SIMULATED_NODES
 from driver.config.suggestions import meant
 from driver.errors import UsageError
 from driver.simulator.node import SimulatedNode
-from driver.simulator.state.load import LOAD_PID, RATIOS, Phase, SimulatedActivity, constant, duty, steps
+from driver.simulator.state.gpu_load import LOAD_PID, RATIOS, Phase, SimulatedActivity, constant, duty, steps
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from tessera.sim.fault import find_roots, only_root, with_host_root
 

@@ -27,7 +27,7 @@ from driver.model.plan import (
 from driver.slices.pool_names import Pool
 from kubelet_plugin.coexistence.other_drivers import NodeSigns, find_other_drivers
 from kubelet_plugin.health.device_conditions import UNABLE
-from tessera.gpu_names import GpuName, faults_of, names_of
+from tessera.gpu_names_and_faults import GpuName, faults_of, names_of
 from tessera.gpu_sources import readable_reports
 from tessera.status.snapshot import CheckOutput, Listing, Problem, StatusSnapshot
 from tessera.tables_and_drawings import counted

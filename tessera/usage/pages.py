@@ -13,7 +13,7 @@ from urllib.parse import quote
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from driver.connections import MAX_CONNECTIONS
+from driver.client_connections import MAX_CONNECTIONS
 from driver.errors import FORBIDDEN, ApiError, EnvironmentFault, FatalError
 from driver.kube.client import KubeClient
 from driver.kube.reads import read_all, read_pods

@@ -14,7 +14,7 @@ import click
 import yaml
 
 from driver.simulator.node import SimulatedNode
-from driver.simulator.state.load import SimulatedActivity, constant, duty
+from driver.simulator.state.gpu_load import SimulatedActivity, constant, duty
 from kubelet_plugin.checkpoint.records import ClaimRecord, decode_record
 from tests.demo.nodes import start
 from tests.demo.replay import GAUGES, Measured, day_of

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from controller.cluster.claim_index import PoolDevice
-from controller.fence.canary import Canary
+from controller.fence.canary_claim import Canary
 from controller.fence.configmap import MAX_ENTRIES, FencedDevices
 from controller.fence.fence import Fence, FenceSettings, Withdrawable
 from driver.clock import Clock

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from driver.simulator.node import SimulatedNode
-from driver.simulator.state.load import SimulatedActivity, constant
+from driver.simulator.state.gpu_load import SimulatedActivity, constant
 from kubelet_plugin.checkpoint.records import decode_record
 from tests.harness.cluster import Cluster
 from tests.harness.progress import Progress

@@ -19,7 +19,7 @@ import yaml
 
 import driver.simulator
 from driver.simulator.node import SimulatedNode
-from driver.simulator.state.load import SimulatedActivity, constant
+from driver.simulator.state.gpu_load import SimulatedActivity, constant
 from kubelet_plugin.checkpoint.records import ClaimRecord, decode_record
 from tests.harness.cluster import Cluster
 from tests.harness.progress import Progress

@@ -15,7 +15,7 @@ from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.feasibility import Matching
 from controller.demand.node_eligibility import Eligibility
 from controller.demand.pending_claims import Queue
-from controller.explain.changes import changes_that_help
+from controller.explain.helpful_changes import changes_that_help
 from controller.explain.sources.lacking_devices import KnownReasons
 from tessera.simulate.allocator import allocate
 from tessera.simulate.capacity import HeldDevices

@@ -25,7 +25,7 @@ from controller.cluster.device_index import DeviceIndex
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_views import NodeView, NodeViews
 from controller.decision.withdraw_and_admit import first_offers
-from controller.decision.write import Asked, HeldPublication, PlanSpecs
+from controller.decision.write_and_evict import Asked, HeldPublication, PlanSpecs
 from driver.kube.slice_types import ResourceSlice
 from driver.kube.types import (
     Allocation,

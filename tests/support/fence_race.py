@@ -17,7 +17,7 @@ import msgspec
 
 from controller.cluster.cache import ClusterCache
 from controller.cluster.claim_index import PoolDevice
-from controller.fence.canary import Canary
+from controller.fence.canary_claim import Canary
 from controller.fence.fence import Withdrawable
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, Object

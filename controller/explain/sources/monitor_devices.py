@@ -34,7 +34,7 @@ class MonitorsOfNode:
     """The monitor devices of one node that a request selects.
 
     ``usable`` are the UUIDs of GPUs whose device it can have, ``unusable`` the other GPUs, each with what is in the
-    way. ``is_tainted``: one of the devices, which is published, has a taint that the request does not tolerate.
+    way. ``is_tainted``: at least one published device has a taint that the request does not tolerate.
     """
 
     usable: set[str] = field(default_factory=set)
@@ -43,19 +43,22 @@ class MonitorsOfNode:
 
     @property
     def count(self) -> int:
-        """With those of GPUs that do not answer."""
+        """The number of selected monitor devices, usable or not."""
         return len(self.usable) + len(self.unusable)
 
     def needed_by(self, request: DeviceRequest) -> int | None:
         """The number of devices that ``request`` takes there; None if it can't have so many."""
         most = len(self.usable)
-        if request.count is None:  # the scheduler refuses all of them if one has a taint, and sees none of lost GPUs
+        if request.count is None:  # the scheduler refuses if one published device is tainted; lost GPUs publish none
             return most if most and not self.is_tainted else None
         return request.count if request.count <= most else None
 
 
 class JointNeed(NamedTuple):
-    """What the requests of one claim, which get different devices, need of a node that has ``usable`` ones."""
+    """How many monitor devices the requests of one claim need on a node, and how many of them it has.
+
+    Each request gets other devices.
+    """
 
     needed: int
     usable: int
@@ -66,13 +69,15 @@ class JointNeed(NamedTuple):
 
 
 class MonitorDevices:
-    """What the claims of one queue can have of monitor devices; equal requests are examined once."""
+    """Which monitor devices the claims of one queue can get; equal requests are examined once."""
 
     def __init__(self, queue: Queue) -> None:
         self._queue, self._driver = queue, queue.feasibility.matching.driver
         self._of_request: Callable[[DeviceRequest], Mapping[str, MonitorsOfNode]] = cache(self._find_monitors)
         self._joint_needs: Callable[[Requests], Mapping[str, JointNeed]] = cache(self._find_joint_needs)
-        self._judged: Callable[[Requests], Requests] = cache(lambda requests: tuple(filter(self._can_judge, requests)))
+        self._judged: Callable[[Requests], Requests] = cache(
+            lambda requests: tuple(filter(self._gets_only_monitors, requests))
+        )
 
     def has_everything(self, pod: Pod) -> bool | None:
         """Whether a node for ``pod`` has its monitor devices and all else that it requests; None if none are judged."""
@@ -103,8 +108,8 @@ class MonitorDevices:
             return None
         return _not_together(requests, reachable)
 
-    def _can_judge(self, request: DeviceRequest) -> bool:
-        """Whether it gets no other devices than those of monitors: these may be allocated, and can not be prepared."""
+    def _gets_only_monitors(self, request: DeviceRequest) -> bool:
+        """Whether it selects only monitor devices, or none: what else it selects may be allocated, but not prepared."""
         among = request.selector.among(self._queue.feasibility.fleet)
         return not (self._of_request(request) and any(matches for matches, _ in among))
 
@@ -141,7 +146,7 @@ class MonitorDevices:
         return None
 
     def _find_joint_needs(self, requests: Requests) -> Mapping[str, JointNeed]:
-        """By node that has enough for each of ``requests``, whether pods can run there or not."""
+        """The need on each node that has enough for every request alone, also where the pods can't run."""
         of_requests = [(request, self._of_request(request)) for request in requests]
         needs = dict[str, JointNeed]()
         for node in frozenset.intersection(*(frozenset(monitors) for _, monitors in of_requests)):
@@ -191,7 +196,7 @@ class MonitorDevices:
             )
             return Reason(ReasonCode.NOTHING_MATCHES, sentence, permanent=True)
         expressions = list(dict.fromkeys(rejection.expression for rejection in rejections))
-        if any(expression.startswith('"') for expression in expressions):  # as RequirementsReader writes capacities
+        if any(expression.startswith('"') for expression in expressions):  # RequirementsReader writes capacities so
             why = "the request has a capacity, and monitor devices have none"
         else:
             why = f"none satisfies {' and '.join(request.selector.expressions)}"
@@ -213,7 +218,7 @@ def _obstructed(request: DeviceRequest, node: str, monitors: MonitorsOfNode) -> 
         request.count, f"{request.count} monitor devices of one node"
     )
     can_be_had = f"{len(monitors.usable)} of {monitors.count} can be had on node {node}"
-    sentence = f"request {request.name} needs {needs}, and at most {can_be_had}: {text.format(listed(gpus))}"
+    sentence = f"request {request.name} needs {needs}, but only {can_be_had}: {text.format(listed(gpus))}"
     return Reason(code, sentence, permanent=True)
 
 
@@ -222,7 +227,9 @@ def _not_together(requests: Requests, needs: Mapping[str, JointNeed]) -> Reason:
     names = listed([request.name for request in requests])
     who = f"its requests {names} need" if len(requests) > 1 else f"request {names} needs"
     if not needs:
-        sentence = f"{who} their monitor devices on one node, and no node where its pod can run has those of all"
+        sentence = (
+            f"{who} their monitor devices on one node, and no node where its pod can run has enough for all of them"
+        )
         return Reason(ReasonCode.NOT_TOGETHER, sentence, permanent=True)
     node, need = min(sorted(needs.items()), key=lambda item: item[1].missing)
     has = f"which has {need.usable}"

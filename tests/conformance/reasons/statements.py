@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.pending_claims import PendingClaim
-from controller.explain.changes import HelpfulChange, changes_that_help
+from controller.explain.helpful_changes import HelpfulChange, changes_that_help
 from controller.explain.sources.availability import Obstacle, without
 from controller.explain.sources.lacking_devices import Reasoning
 from driver.kube.slice_types import DetailedSlice

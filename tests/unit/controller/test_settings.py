@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from controller.decision.write import publish_held_limit
+from controller.decision.write_and_evict import publish_held_limit
 from controller.settings import controller_settings
 from driver.errors import UsageError
 from driver.simulator.products import find_product, product_names

@@ -11,7 +11,7 @@ import pytest
 from controller.cluster.claim_index import PoolDevice
 from controller.curation.offer_mode import decide_offer_mode
 from controller.decision.withdraw_and_admit import first_offers
-from controller.decision.write import HeldPublication
+from controller.decision.write_and_evict import HeldPublication
 from driver.kube.types import GpuNodePlan, PlanMetadata
 from driver.model.offer import Offer
 from driver.model.plan import COUNTERS_FIELD, OfferMode, PlanSpec, PublishHeld

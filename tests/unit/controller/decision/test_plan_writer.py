@@ -16,7 +16,7 @@ from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_use_labels import Dedication
 from controller.cluster.node_views import NodeView
 from controller.decision.plan_writer import LAZY_WRITE_DELAY_SECONDS, MAX_WRITES, RETRY_INTERVAL_SECONDS, PlanWriter
-from controller.decision.write import Asked, PlanSpecs
+from controller.decision.write_and_evict import Asked, PlanSpecs
 from driver.kube.client import Object
 from driver.kube.types import PAUSED, GpuNodePlan, PlanMetadata
 from driver.model.offer import Offer

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from driver.connections import Connections
+from driver.client_connections import Connections
 from driver.errors import ApiError, EnvironmentFault
 from driver.kube import client as transport
 from driver.kube.client import KubeClient, load_configuration

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from driver.connections import Connections
+from driver.client_connections import Connections
 from driver.errors import ApiError, EnvironmentFault
 from driver.kube import credentials as access
 from driver.kube.client import KubeClient

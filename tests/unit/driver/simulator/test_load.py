@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from driver.simulator.state.load import WHOLE_GPU, Load, Loads, Phase, SimulatedActivity, duty, steps
+from driver.simulator.state.gpu_load import WHOLE_GPU, Load, Loads, Phase, SimulatedActivity, duty, steps
 
 START = 1.75e9
 ratios = st.floats(0, 1)

@@ -12,8 +12,8 @@ import pytest
 from driver.simulator.description import load_description
 from driver.simulator.machine import SimulatedGpuState
 from driver.simulator.node import SimulatedNode
+from driver.simulator.state.gpu_load import LOAD_PID, Phase, SimulatedActivity, constant, duty
 from driver.simulator.state.latency import ZERO_LATENCY
-from driver.simulator.state.load import LOAD_PID, Phase, SimulatedActivity, constant, duty
 from tests.support.nvml_client import G1, G3, cut, enable_mig, remove
 
 GIB = 2**30

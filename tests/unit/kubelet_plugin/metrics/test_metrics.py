@@ -25,8 +25,8 @@ from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.health.monitor import GPU_UNHEALTHY
 from kubelet_plugin.health.node_conditions import NodeConditions
 from kubelet_plugin.inventory.inventory import ClaimReference
-from kubelet_plugin.metrics.measurements import failure_kind
 from kubelet_plugin.metrics.metrics import Metrics, NodeGauges
+from kubelet_plugin.metrics.metrics_interface import failure_kind
 from kubelet_plugin.status.events import EventReason, PluginEvents
 from tests.support.api_server import ObjectApi
 from tests.support.claims import DRIVER, ClaimApi

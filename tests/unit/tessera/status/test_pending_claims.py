@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from controller.eviction.failed_starts import FailedStart
-from controller.explain.changes import HelpfulChange
 from controller.explain.events import UNREADABLE, InvolvedObject, WrittenEvent
+from controller.explain.helpful_changes import HelpfulChange
 from controller.report.claim_explainer import OTHER_DRIVERS, Explanation
 from driver.kube.slice_types import ResourceSlice
 from driver.kube.types import (

@@ -52,7 +52,7 @@ def test_a_gpu_whose_monitor_device_is_not_published_is_named_where_it_is_needed
 ) -> None:
     gpus = [fleet_gpu("a", 0), fleet_gpu("a", 1, fault="it does not answer", fault_kind=kind)]
     there = Situation(gpus).wants(monitors(count=2))
-    told(there, code, "needs 2 monitor devices of one node, and at most 1 of 2 can be had on node a: ", text)
+    told(there, code, "needs 2 monitor devices of one node, but only 1 of 2 can be had on node a: ", text)
 
 
 @pytest.mark.parametrize("kind", [FaultKind.UNHEALTHY, FaultKind.CORDONED])
@@ -136,7 +136,7 @@ def test_who_asks_for_admin_access_to_other_devices_is_told_which_selector_exclu
 def test_monitor_devices_of_two_nodes_do_not_serve_one_claim() -> None:
     there = Situation([fleet_gpu("a", 0), fleet_gpu("b", 1)])
     there.wants(monitors("x", FIRST), monitors("y", SECOND))
-    told(there, ReasonCode.NOT_TOGETHER, "requests x, y", "no node where its pod can run has those of all")
+    told(there, ReasonCode.NOT_TOGETHER, "requests x, y", "no node where its pod can run has enough for all of them")
 
 
 def test_the_monitor_devices_and_the_other_devices_of_a_pod_are_on_one_node() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from controller.explain.changes import changes_that_help
+from controller.explain.helpful_changes import changes_that_help
 from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.situation import Situation as Now

@@ -15,8 +15,8 @@ from driver.model.offer import DeviceKind
 from driver.model.usage import GpuProcess, UsageReading, UsageTotals
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
 from kubelet_plugin.inventory.inventory import ClaimReference
-from kubelet_plugin.usage.full_partitions import SUSPECT_SECONDS, FullPartitions
 from kubelet_plugin.usage.labels import ClaimLabels
+from kubelet_plugin.usage.out_of_memory_events import SUSPECT_SECONDS, FullPartitions
 from kubelet_plugin.usage.sampler import MeasuredDevice
 from tests.support.clock import FakeClock
 from tests.support.gpus import gpu_of

@@ -16,7 +16,7 @@ from functools import partial
 from driver.kube.work_loop import Loop, MakeLoop
 from driver.watchdog import Watched
 from kubelet_plugin.claims.killable_steps import StepRunner
-from kubelet_plugin.metrics.measurements import Measurements
+from kubelet_plugin.metrics.metrics_interface import Measurements
 from kubelet_plugin.metrics.probes import NodeProbes
 
 QUIET_PERIOD_SECONDS = 0.03
