@@ -124,7 +124,7 @@ def reason(cluster: Cluster, claim: str) -> str:
 
     def found() -> str:
         items = cluster.api.get("/api/v1/namespaces/default/events")["items"]
-        texts = [i["message"] for i in items if i["involvedObject"]["name"] == claim and i["reason"] == "AllHeld"]
+        texts = [i["message"] for i in items if i["involvedObject"].get("name") == claim and i["reason"] == "AllHeld"]
         return texts[-1] if texts else ""
 
     return wait_for(found, SOON_S, "the controller's reason")
@@ -137,7 +137,9 @@ def test_a_label_that_is_not_valid_is_named(led: Cluster) -> None:
 
         def event() -> list[str]:
             items = led.api.get("/api/v1/namespaces/default/events")["items"]
-            return [i["message"] for i in items if i["involvedObject"]["name"] == "n3" and "publish" in i["message"]]
+            return [
+                i["message"] for i in items if i["involvedObject"].get("name") == "n3" and "publish" in i["message"]
+            ]
 
         [message] = wait_for(event, SOON_S, "an Event on the Node")
         assert message.startswith(

@@ -121,7 +121,7 @@ def test_a_claim_that_nothing_can_satisfy_is_told_why(cluster: Cluster, controll
 
     def told() -> str:
         events = cluster.api.get("/api/v1/namespaces/default/events")["items"]
-        about = [event for event in events if event["involvedObject"]["name"] == "impossible"]
+        about = [event for event in events if event["involvedObject"].get("name") == "impossible"]
         return next(
             (event["message"] for event in about if event["source"].get("component") == "tessera-controller"), ""
         )
@@ -166,7 +166,7 @@ def test_a_label_that_can_not_be_followed_is_answered_on_its_node(
 
     def told() -> str:
         events = cluster.api.get("/api/v1/namespaces/default/events")["items"]
-        about = [event for event in events if event["involvedObject"]["name"] == "n2"]
+        about = [event for event in events if event["involvedObject"].get("name") == "n2"]
         return next((event["message"] for event in about if event["reason"] == "LabelIgnored"), "")
 
     message = wait_for(told, SOON_S, "an Event on the node")

@@ -118,13 +118,13 @@ class Gangs:
         return [
             each["message"]
             for each in events
-            if each["involvedObject"]["name"] in self._created[name] and each.get("reason") == "FailedScheduling"
+            if each["involvedObject"].get("name") in self._created[name] and each.get("reason") == "FailedScheduling"
         ]
 
     def messages(self, about: str) -> list[str]:
         """The messages of the controller's Events about a PodGroup or a claim."""
         events = self._client.get_object("/api/v1/namespaces/default/events")["items"]
-        return [each["message"] for each in events if each["involvedObject"]["name"] == about and "message" in each]
+        return [each["message"] for each in events if each["involvedObject"].get("name") == about and "message" in each]
 
 
 @pytest.fixture

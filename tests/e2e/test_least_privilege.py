@@ -80,7 +80,7 @@ def waiting_pod(cluster: Cluster) -> None:
 def told(cluster: Cluster, about: str) -> list[str]:
     """The reasons of the Events about a claim."""
     items = cluster.api.get("/api/v1/namespaces/default/events")["items"]
-    return [each["reason"] for each in items if each["involvedObject"]["name"] == about and "reason" in each]
+    return [each["reason"] for each in items if each["involvedObject"].get("name") == about and "reason" in each]
 
 
 def follows_a_plan(cluster: Cluster) -> bool:

@@ -60,7 +60,7 @@ def ask(cluster: Cluster, name: str, template: str = "slice") -> None:
 
 def events(cluster: Cluster, name: str, reason: str) -> list[dict[str, Any]]:
     found = cluster.api.get("/api/v1/namespaces/default/events")["items"]
-    return [each for each in found if (each["involvedObject"]["name"], each["reason"]) == (name, reason)]
+    return [each for each in found if (each["involvedObject"].get("name"), each.get("reason")) == (name, reason)]
 
 
 def over_quota(cluster: Cluster, name: str, part: str) -> int:

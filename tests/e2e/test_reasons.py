@@ -46,7 +46,7 @@ class Place:
     def told(self, name: str) -> dict[str, str]:
         """Messages of the Events on a claim, by reason."""
         events = self.cluster.api.get("/api/v1/namespaces/default/events")["items"]
-        about = [event for event in events if event["involvedObject"]["name"] == name]
+        about = [event for event in events if event["involvedObject"].get("name") == name]
         return {each["reason"]: each["message"] for each in about if each["involvedObject"]["kind"] == "ResourceClaim"}
 
     def reason(self, name: str, code: str, part: str = "") -> str:

@@ -32,7 +32,7 @@ def told(cluster: Cluster, name: str, reason: str) -> list[dict[str, Any]]:
 
     def events() -> list[dict[str, Any]]:
         items = [e for e in cluster.api.get(EVENTS)["items"] if e["reason"] == reason]
-        found = [e for e in items if e["involvedObject"]["name"] == name]
+        found = [e for e in items if e["involvedObject"].get("name") == name]
         return found if {e["involvedObject"]["kind"] for e in found} == {"ResourceClaim", "Pod"} else []
 
     return wait_for(events, 60, f"{reason} on {name} and its claim")

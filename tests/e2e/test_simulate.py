@@ -106,7 +106,7 @@ def real(cluster: Cluster, name: str) -> Answer | None:
         [term] = allocation["nodeSelector"]["nodeSelectorTerms"]
         node = term["matchFields"][0]["values"][0]
         return node, [(each["request"], each["device"]) for each in allocation["devices"]["results"]]
-    about = (each for each in cluster.api.get(EVENTS)["items"] if each["involvedObject"]["name"] == name)
+    about = (each for each in cluster.api.get(EVENTS)["items"] if each["involvedObject"].get("name") == name)
     told = [each for each in about if each["involvedObject"]["kind"] == "ResourceClaim"]
     return (told[-1]["reason"], told[-1]["message"]) if told else None
 

@@ -49,7 +49,7 @@ def ask(cluster: Cluster, name: str, cpu: str = "1", **spec: Any) -> None:
 def told(cluster: Cluster, name: str) -> dict[str, str]:
     """Messages of the Events on a claim, by reason."""
     events = cluster.api.get("/api/v1/namespaces/default/events")["items"]
-    about = [event for event in events if event["involvedObject"]["name"] == name]
+    about = [event for event in events if event["involvedObject"].get("name") == name]
     return {event["reason"]: event["message"] for event in about if event["involvedObject"]["kind"] == "ResourceClaim"}
 
 

@@ -111,7 +111,7 @@ def failed_prepares(cluster: Cluster, prefix: str) -> list[str]:
     return [
         event["message"]
         for event in events
-        if event["involvedObject"]["name"].startswith(prefix)
+        if event.get("involvedObject", {}).get("name", "").startswith(prefix)
         and "DynamicResources" in event["reason"]
         and "no relationship found between node" not in event["message"]
     ]
