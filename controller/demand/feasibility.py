@@ -16,7 +16,6 @@ from controller.cluster.fleet import Fleet, FleetGpu, Hardware
 from controller.demand.device_search import Budget, SearchOutcome, States, fits, is_in_use, most_devices
 from controller.demand.requirements import ClaimRequirements, DeviceRequest
 from controller.demand.selected_devices import Selector, Selectors, shared_matches
-from controller.demand.selector_time import EXHAUSTED
 from driver.model.offer import OfferKind, Spot
 from driver.placement.occupancy import GpuState
 
@@ -251,7 +250,7 @@ class Feasibility:
             selected = (gpus for rejection, gpus in among if rejection is None)
             counts = Counter(self.fleet.gpus[uuid].node for gpus in selected for uuid in gpus)
             enough = {node: count for node, count in counts.items() if count >= query[1]}
-            if any(rejection is not None and rejection.error == EXHAUSTED for rejection, _ in among):
+            if any(rejection is not None and rejection.is_exhausted for rejection, _ in among):
                 return enough  # it knows more when there is time again
             _remember(self._memory.monitors, query, enough, MAX_SELECTIONS)
         return self._memory.monitors[query]

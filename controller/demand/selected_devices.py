@@ -57,6 +57,11 @@ class Rejection(NamedTuple):
     expression: str
     error: str = ""
 
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether there was no time left to evaluate it."""
+        return self.error == EXHAUSTED
+
 
 @dataclass(frozen=True, eq=False)
 class Matches:

@@ -252,17 +252,18 @@ def untolerated(rules: Iterable[DeviceTaintRule], requests: Iterable[DeviceReque
     return tuple(rule for rule in blocking if not rule.spec.taint.is_tolerated(tolerations))
 
 
+def named_rule(rule: DeviceTaintRule) -> str:
+    """The rule and its taint, as messages name them."""
+    return f"DeviceTaintRule {rule.metadata.name} with {rule.spec.taint.text}"
+
+
 def with_taints(fleet: Fleet, driver: str, rules: Sequence[DeviceTaintRule], selectors: Iterable[Selector]) -> Fleet:
     """``fleet`` with the GPUs of which ``rules`` taint all devices that ``selectors`` select."""
     chosen = tuple(selectors)
     tainting = (
         (entry, next((rule for rule in rules if _taints(rule, entry, driver, chosen)), None)) for entry in fleet
     )
-    tainted = [
-        replace(entry, tainted=f"DeviceTaintRule {rule.metadata.name} with {rule.spec.taint.text}")
-        for entry, rule in tainting
-        if rule is not None
-    ]
+    tainted = [replace(entry, tainted=named_rule(rule)) for entry, rule in tainting if rule is not None]
     return fleet.changed(tainted) if tainted else fleet
 
 

@@ -14,9 +14,8 @@ from controller.cluster.fleet import FleetGpu
 from controller.demand.node_eligibility import Excluded
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import DeviceRequest
-from controller.demand.selector_time import EXHAUSTED
 from controller.explain.reason import Reason, ReasonCode
-from controller.explain.sources.availability import OF_FAULT, Obstacle, listed, untolerated
+from controller.explain.sources.availability import OF_FAULT, Obstacle, listed, named_rule, untolerated
 from controller.explain.sources.sentences import OF_OBSTACLE, only_elsewhere
 from deviceclasses.lint.partial_evaluation import may_select_monitors
 from driver.kube.types import MAX_DEVICES, DeviceTaintRule, Pod
@@ -123,8 +122,7 @@ class MonitorDevices:
             if not gpu.has_monitor:
                 monitors.unusable.append((gpu, OF_FAULT.get(gpu.fault_kind, Obstacle.FAULT), gpu.fault or ""))
             elif (rule := self._taint(gpu, rules)) is not None:
-                text = f"DeviceTaintRule {rule.metadata.name} with {rule.spec.taint.text}"
-                monitors.unusable.append((gpu, Obstacle.TAINTED, text))
+                monitors.unusable.append((gpu, Obstacle.TAINTED, named_rule(rule)))
                 monitors.is_tainted = True
             else:
                 monitors.usable.add(gpu.gpu.uuid)
@@ -177,7 +175,7 @@ class MonitorDevices:
 
     def _is_exhausted(self, request: DeviceRequest) -> bool:
         among = request.selector.monitors_among(self._queue.feasibility.fleet)
-        return any(rejection is not None and rejection.error == EXHAUSTED for rejection, _ in among)
+        return any(rejection is not None and rejection.is_exhausted for rejection, _ in among)
 
     def _nothing_selected(self, request: DeviceRequest) -> Reason:
         """Why ``request`` selects the monitor device of no GPU."""
