@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from controller.fence.configmap import read_fenced
+from driver.kube.client import KubeClient, load_configuration
+from driver.slices.build import CLOSED
 from tests.harness.cluster import Cluster
 from tests.harness.progress import Progress
 from tests.harness.settings import Settings
@@ -14,7 +17,7 @@ from tests.harness.waiting import wait_for
 from tests.support.chart import install
 from tests.support.command import run_tessera
 from tests.support.controller import ControllerProcess
-from tests.support.plugin import PluginProcess
+from tests.support.plugin import DRIVER, PluginProcess
 from tests.support.workloads import CLAIMS, PODS, Workloads, request
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -109,9 +112,11 @@ def test_a_pod_on_a_gpu_that_refuses_to_be_cut_is_moved_to_another_and_both_side
         return [pod for pod in pods if pod["metadata"]["uid"] != first["metadata"]["uid"]]
 
     wait_for(moved, 2 * SOON_S, "the Job's next pod runs on another GPU")
-    [message, *_] = wait_for(lambda: events(cluster, "FailedStart"), SOON_S, "an Event says so")
-    assert "can't prepare" in message
-    assert "is evicted, so that its controller replaces it" in message
+    moved_by = "is evicted, so that its controller replaces it"
+    told = wait_for(
+        lambda: [message for message in events(cluster, "FailedStart") if moved_by in message], SOON_S, "an Event"
+    )
+    assert all("can't prepare" in message for message in told)
     wait_for(lambda: not unprepared(), SOON_S, "nothing fails any more")
     node.fault("clear")
 
@@ -128,6 +133,18 @@ def test_while_the_driver_of_a_node_is_missing_it_gets_no_pods_and_everybody_is_
         wait_for(lambda: not plan(cluster, node.node.name)["spec"].get("offers"), SOON_S, "nothing is offered")
         published = node.versions()
         assert published
+        kubernetes = KubeClient(load_configuration(cluster.kubeconfig), "test")
+        pool = f"{node.node.name}-{DRIVER}"
+
+        def fenced() -> set[str]:
+            return {device.device for device in read_fenced(kubernetes, "tessera") or () if device.pool == pool}
+
+        def offered() -> set[str]:
+            held = {entry.partition(" ")[0] for entry in plan(cluster, node.node.name)["spec"].get("held", ())}
+            devices = node.devices().items()
+            return {name for name, device in devices if CLOSED["key"] not in str(device.get("taints"))} - held
+
+        wait_for(lambda: fenced() >= offered(), SOON_S, "every device that is still offered is fenced")
         pod = workloads.pod("late", workloads.claim("late", request(SMALL)))
         told = "a fault keeps"
         wait_for(lambda: any(told in message for message in events(cluster, "GpuFault")), SOON_S, "the pod's Event")
