@@ -21,6 +21,7 @@ from driver.errors import HardwareError
 from driver.kube.reads import RESOURCE_GROUP
 from driver.model.plan import PATH
 from driver.simulator.node import SimulatedNode
+from driver.slices.pool_names import MONITORS
 from kubelet_plugin import app
 from kubelet_plugin.settings import node_settings
 from tests.harness.waiting import wait_for
@@ -179,7 +180,7 @@ def test_without_a_reboot_only_the_partition_waits_for_the_driver_and_says_so(si
 
 def test_a_pod_that_starts_before_the_driver_is_loaded_is_told_why_it_waits_and_starts_afterwards(site: Site) -> None:
     site.start()
-    wait_for(lambda: site.api.folder(SLICES), 60, "the slices")
+    wait_for(lambda: any(name.endswith(MONITORS) for name in site.api.folder(SLICES)), 60, "the last of its slices")
     site.kill()
     written = len(site.api.requests)
     site.take_driver()
