@@ -79,7 +79,7 @@ class ControllerSettings(BaseModel):
 
     ``min_published``: None (``auto``): as ListedDevices says. ``settle_s``: how long a fence takes to reach all API
     servers. ``fence_minutes``: how long a withdrawn device stays fenced, since a decision of the scheduler may be that
-    late. ``publish_held``: whether nodes publish the held devices of GPUs without offers; ``auto``: in clusters of at
+    late. ``publish_held``: whether nodes without offers publish their held devices; ``auto``: in clusters of at
     most ``publish_held_gpus`` GPUs (None: by the version of Kubernetes). ``web_tls_cert``: None: plain HTTP.
     """
 

@@ -48,6 +48,7 @@ from kubelet_plugin.inventory.scan import NvmlEventListener, ScanLoop, Scanner
 from kubelet_plugin.inventory.standalone_offers import check_layouts, setting_warnings
 from kubelet_plugin.metrics import probes
 from kubelet_plugin.metrics.metrics_interface import Measurements
+from kubelet_plugin.plan.memory import PlanFile
 from kubelet_plugin.reconcile.background_work import BackgroundWork, ClaimActivity
 from kubelet_plugin.reconcile.node_checks import NodeChecks, OutdatedClaims
 from kubelet_plugin.reconcile.orphans import Orphans
@@ -362,19 +363,25 @@ def _metrics(settings: NodeSettings) -> Metrics | None:
 
 
 def _discover(
-    scanner: Scanner, records: Iterable[ClaimRecord], settings: NodeSettings, known_gpus: KnownGpus
+    scanner: Scanner,
+    records: Iterable[ClaimRecord],
+    settings: NodeSettings,
+    known_gpus: KnownGpus,
 ) -> Inventory:
-    """The node's GPUs, also those that do not answer at present; held devices keep the names by which they were
-    allocated. Raises HardwareError, UsageError."""
+    """The node's GPUs, also those that do not answer at present; held devices keep the names and the number of shares
+    with which they were allocated. Raises HardwareError, UsageError."""
     gpus, reasons = scanner.discover()
-    missing = [gpu for gpu in known_gpus.missing(gpus, reasons) if settings.manages(gpu)]
-    kept = {device.gpu_uuid: device.number for record in records for device in record.devices}
+    plan = PlanFile(settings.state_dir).now
+    kept = plan.held_gpus | {device.gpu_uuid: device.number for record in records for device in record.devices}
+    missing = [gpu for gpu in known_gpus.missing(gpus, reasons, kept) if settings.manages(gpu)]
+    prepared = held_shares(records)
+    shares = {uuid: plan.held_shares.get(uuid, {}) | prepared.get(uuid, {}) for uuid in kept}
     products = ", ".join(sorted({gpu.product_name for gpu in gpus}))
     log.info("discovered GPUs", extra={"count": len(gpus), "products": products})
     check_layouts(settings.layout, settings.shares, gpus)
     for warning in setting_warnings(settings, gpus):
         log.warning(warning)
     sharing = GpuSharing(settings.shares.of, settings.shares_only)
-    inventory = Inventory([*gpus, *missing], number_gpus([*gpus, *missing], kept), sharing, held_shares(records))
+    inventory = Inventory([*gpus, *missing], number_gpus([*gpus, *missing], kept), sharing, shares)
     inventory.update(gpus, {gpu.uuid: reasons[gpu.index] for gpu in missing if gpu.index in reasons})
     return inventory

@@ -86,6 +86,11 @@ class DeviceIndex:
         node = self._by_pool.get(device.pool)
         return node is not None and device.device in node.view.published
 
+    def lacks_held(self, gpu: FleetGpu) -> bool:
+        """Whether the slices lack a device of ``gpu`` that a claim holds."""
+        published = self._by_pool[self._pools[gpu.node]].view.published
+        return any(device.name not in published for device in gpu.held)
+
     def offerable(self, offers: Iterable[Offer], plans: Mapping[str, GpuNodePlan]) -> set[Offer]:
         """``offers`` without devices of complete nodes, and those that ``plans`` withdraw and that are still published.
 

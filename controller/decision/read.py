@@ -41,7 +41,7 @@ class NodeStates:
 
     ``names``: all nodes. ``following``: those that follow their plans and accept offers. ``silent``: those that publish
     nothing that the scheduler takes, ``refusing``: those that do not publish all that their plans offer; and why.
-    ``leaving_out_held``: whether the plan of one leaves held devices of GPUs without offers unpublished.
+    ``leaving_out_held``: whether the plan of one leaves held devices unpublished while it offers nothing.
     """
 
     names: tuple[str, ...]

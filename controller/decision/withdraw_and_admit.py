@@ -111,11 +111,12 @@ class AdmitStage:
     def _unverified(self, offers: Collection[Offer], seen: DecisionInput) -> set[Offer]:
         """Those of ``offers`` on unpublished GPUs whose plans may lack a held device.
 
-        The scheduler does not count the memory of devices on such a GPU, so the plan that offers something of it again
-        must name every device of it that a claim holds. Hence this waits until the cache of claims has processed every
-        change up to now, and leaves out the nodes on which that changed anything: another decision follows at once.
+        The scheduler does not count the memory of devices on such a GPU, so the plan that offers something of its node
+        again must name every device of it that a claim holds. Hence this waits until the cache of claims has processed
+        every change up to now, and leaves out the nodes on which that changed anything: another decision follows at
+        once.
         """
-        node_of = first_offers(offers, seen.fleet, seen.snapshot.plans)
+        node_of = first_offers(offers, seen.fleet, seen.devices, seen.snapshot.plans)
         if not node_of:
             return set()
         nodes = set(node_of.values())
@@ -125,12 +126,19 @@ class AdmitStage:
         return {offer for offer, node in node_of.items() if node in nodes}
 
 
-def first_offers(offers: Collection[Offer], fleet: Fleet, plans: Mapping[str, GpuNodePlan]) -> dict[Offer, str]:
-    """Those of ``offers``, with their nodes, whose GPUs may be unpublished: plans offer nothing of them so far."""
-    offering = {
-        name: {text.partition("/")[0] for text in plans[name].spec.offers}
+def first_offers(
+    offers: Collection[Offer], fleet: Fleet, devices: DeviceIndex, plans: Mapping[str, GpuNodePlan]
+) -> dict[Offer, str]:
+    """Those of ``offers``, with their nodes, whose GPUs may be unpublished: the plan offers nothing of the node so far,
+    or the slices lack a held device of the GPU (older node plugins leave out each GPU of which nothing is offered)."""
+    leaving_out = {
+        name: plans[name].spec
         for name in {fleet.gpus[offer.gpu].node for offer in offers}
         if name in plans and plans[name].spec.leaves_out_held
     }
-    nodes = ((offer, fleet.gpus[offer.gpu].node) for offer in offers)
-    return {offer: node for offer, node in nodes if node in offering and offer.gpu not in offering[node]}
+    gpus = ((offer, fleet.gpus[offer.gpu]) for offer in offers)
+    return {
+        offer: gpu.node
+        for offer, gpu in gpus
+        if gpu.node in leaving_out and (not leaving_out[gpu.node].offers or devices.lacks_held(gpu))
+    }

@@ -121,7 +121,7 @@ def publish_held_limit(settings: ControllerSettings, minor_version: int | None) 
 
 
 class HeldPublication:
-    """Which nodes publish the held devices of GPUs without offers.
+    """Which nodes publish their held devices while they offer nothing.
 
     A node changes at a random moment of ``MODE_SPREAD_SECONDS``: each slice update wakes every pending pod.
     """

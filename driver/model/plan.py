@@ -33,7 +33,7 @@ MODE_SPREAD_SECONDS = 60.0
 
 
 class PublishHeld(StrEnum):
-    """Whether a node publishes the held devices of GPUs of which nothing is offered."""
+    """Whether a node of which nothing is offered publishes its held devices; with disjoint offers: each of its GPUs."""
 
     ALWAYS = "Always"
     BESIDE_OFFERS = "BesideOffers"
@@ -127,7 +127,7 @@ class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
 
     @property
     def leaves_out_held(self) -> bool:
-        """Whether the node leaves the held devices of GPUs without offers out of its slices."""
+        """Whether the node leaves held devices out of its slices while it offers nothing."""
         return self.publish_held is PublishHeld.BESIDE_OFFERS
 
     @property

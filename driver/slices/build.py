@@ -72,6 +72,11 @@ class PublishedGpu:
     mig_uuids: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def is_offering(self) -> bool:
+        """Whether its slice has devices that new claims can get, but for faults."""
+        return not self.unpublished and any(device.name not in self.closed for device in self.offers)
+
+    @property
     def occupied(self) -> int:
         """Bit mask of memory slices that no offer can use."""
         mask = self.foreign
@@ -91,7 +96,11 @@ class SliceBuilder:
         self._built: dict[str, tuple[Sequence[PublishedGpu], Content]] = {}
 
     def build(self, gpus: Iterable[PublishedGpu]) -> dict[str, Content]:
-        """Content of every slice by slice name; counter slices sort first. Treat it as read-only."""
+        """Content of every slice by slice name, in the order in which to write them. Treat it as read-only.
+
+        Counter slices come first. Slices with offers come last, so that what is held on a node is published before
+        anything of it is offered.
+        """
         ordered = sorted(gpus, key=lambda entry: entry.number)
         pool = self._pool
         counters = _grouped(ordered, lambda entry: pool.counter_slice(entry.number))
@@ -99,7 +108,8 @@ class SliceBuilder:
         built = {name: self._once(name, group, _counter_sets) for name, group in counters.items()}
         built |= {name: self._once(name, group, _devices) for name, group in devices.items()}
         self._built = {name: self._built[name] for name in built}
-        return dict(sorted(built.items()))
+        offering = {name for name, group in devices.items() if any(gpu.is_offering for gpu in group)}
+        return {name: built[name] for name in sorted(built, key=lambda name: (name in offering, name))}
 
     def monitors(self, monitors: Iterable[Monitor]) -> dict[str, Content]:
         """Content of the slice of the monitor devices by its name: of one object, so that no claim gets a part of them.

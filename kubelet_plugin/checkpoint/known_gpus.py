@@ -40,14 +40,19 @@ class KnownGpus:
         except (OSError, msgspec.MsgspecError, StateError) as error:
             log.warning("can't read the GPUs of the last start", extra={"error": f"{self._path}: {error}"})
 
-    def missing(self, present: Sequence[Gpu], silent: Collection[int]) -> list[Gpu]:
+    def missing(self, present: Sequence[Gpu], silent: Collection[int], held: Collection[str]) -> list[Gpu]:
         """The known GPUs that are not ``present``; ``silent``: the indices of GPUs that did not answer.
 
-        A GPU is forgotten if another one is in its place, or if NVML does not count it any more after a reboot.
+        A GPU is forgotten if another one is in its place, or if NVML does not count it any more after a reboot, unless
+        claims hold something of it (``held``: UUIDs).
         """
-        replaced = {gpu.uuid for gpu in present} | {gpu.pci_bus_id for gpu in present}
-        absent = [gpu for gpu in self._known if not replaced & {gpu.uuid, gpu.pci_bus_id}]
-        return [gpu for gpu in absent if self._same_boot or gpu.index in silent]
+        uuids, taken = {gpu.uuid for gpu in present}, {gpu.pci_bus_id for gpu in present}
+        return [
+            gpu
+            for gpu in self._known
+            if gpu.uuid not in uuids
+            and (gpu.uuid in held or (gpu.pci_bus_id not in taken and (self._same_boot or gpu.index in silent)))
+        ]
 
     def save(self, gpus: Sequence[Gpu]) -> None:
         """Save the GPUs for the next start if they have changed. A failure is logged, and the next call repeats it."""

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from driver.model.device import Device, Monitor, devices_of, number_gpus, share_indices
+from driver.model.device import Device, Monitor, devices_of, number_gpus, share_device, share_indices
 from driver.model.gpu import Gpu, MigMode
 from driver.model.gpu_health import DeviceCondition
 from driver.model.gpu_settings import NO_GPU, GpuSelection
@@ -24,6 +24,7 @@ from kubelet_plugin.inventory.published_devices import (
     ForeignPartitions,
     PublishableGpu,
     PublishPolicy,
+    published_devices,
 )
 
 
@@ -78,6 +79,8 @@ class Inventory:
         self._numbers = dict(numbers)
         self._by_gpu: dict[str, tuple[Device, ...]] = {}
         self._devices: dict[str, Device] = {}
+        self._outdated: dict[str, Device] = {}
+        """Shares that were held at the start, of another number of shares than their GPU has now."""
         self._faults: dict[str, str] = {}
         self._held: dict[str, tuple[ClaimReference, tuple[Device, ...]]] = {}
         self._foreign: dict[str, ForeignPartitions] = defaultdict(ForeignPartitions)
@@ -133,9 +136,14 @@ class Inventory:
         self._numbers |= number_gpus(gpus.values(), self._numbers)
         for uuid, gpu in gpus.items():
             if self._gpus.get(uuid) is not gpu:
-                shares = self._sharing.shares_of(gpu)
-                indices = share_indices(shares, self._held_shares.get(uuid, {}))
-                self._by_gpu[uuid] = devices_of(gpu, self._numbers[uuid], shares, indices)
+                number, shares, held = (
+                    self._numbers[uuid],
+                    self._sharing.shares_of(gpu),
+                    self._held_shares.get(uuid, {}),
+                )
+                self._by_gpu[uuid] = devices_of(gpu, number, shares, share_indices(shares, held))
+                outdated = (share_device(gpu, number, index, of) for index, of in held.items() if of != shares)
+                self._outdated |= {device.name: device for device in outdated}
         self._gpus = gpus
         self._devices = {device.name: device for devices in self._by_gpu.values() for device in devices}
         self._held = {
@@ -162,7 +170,7 @@ class Inventory:
         # A held share keeps its size even if the number of shares of the GPU has changed since.
         with self._lock:
             held_devices = (held for _, devices in self._held.values() for held in devices)
-            return next((held for held in held_devices if held.name == name), current)
+            return next((held for held in held_devices if held.name == name), current or self._outdated.get(name))
 
     def devices_on(self, gpu: Gpu) -> Sequence[Device]:
         """Every device that the GPU could offer, whether offered at present or not."""
@@ -299,7 +307,8 @@ class Inventory:
             self._apply_switched()
             held = {device.name: device for _, devices in self._held.values() for device in devices}
             names = policy.held - held.keys()
-            allocated = [self._devices[name] for name in names if name in self._devices]
+            by_name = self._outdated | self._devices
+            allocated = [by_name[name] for name in names if name in by_name]
             gpus = [
                 PublishableGpu(
                     gpu,
@@ -315,4 +324,4 @@ class Inventory:
                 )
                 for uuid, gpu in self._gpus.items()
             ]
-        return [gpu.published(policy) for gpu in gpus]
+        return published_devices(gpus, policy)

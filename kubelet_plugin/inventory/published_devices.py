@@ -45,10 +45,11 @@ class PublishPolicy:
     ``listed``: devices to publish whether they are offered or not, next to held devices, too; not if ``mode`` is
     DISJOINT.
 
-    ``publish_held``: False: a GPU becomes unpublished when it has no device but held ones. This is safe because its
-    devices stay in ``kept``: whenever it offers anything again, every device of it that was ever published and has not
-    been withdrawn since is published along with the offer, so that the scheduler counts its memory if a claim holds it.
-    ``unpublished`` are the UUIDs of the GPUs that are unpublished now: they stay so until something of them is wanted.
+    ``publish_held``: False: a GPU with no device but held ones becomes unpublished when its node offers nothing. This
+    is safe because its devices stay in ``kept``: whenever the node offers anything again, every device that was ever
+    published and has not been withdrawn since is published along with the offer, so that the scheduler counts its
+    memory if a claim holds it. ``unpublished`` are the UUIDs of the GPUs that are unpublished now: they stay so until
+    something of their node is offered. With disjoint offers each GPU is judged by itself.
 
     ``mode``: DISJOINT: of the devices that ``offers`` wants, only those are added that fit next to everything that is
     published. ``keeps_taints``: whether the API server keeps the taints of devices.
@@ -101,6 +102,7 @@ class PublishableGpu:
     conditions: tuple[DeviceCondition, ...]
 
     def published(self, policy: PublishPolicy) -> PublishedGpu:
+        """What is published of this GPU, if anything is: see ``published_devices``."""
         if policy.complete:
             return replace(self._with(policy, self.prepared, self._all_free()), constant=True)
         held = (*self.prepared, *self.allocated)
@@ -116,7 +118,6 @@ class PublishableGpu:
         ours = [device for device in (*held, *offers) if device.name not in self.foreign.offered]
         return replace(
             self._with(policy, held, offers, policy.closed(held, offers) - self.foreign.offered),
-            unpublished=self._is_unpublished(policy, held, offers),
             # Devices may overlap in DISJOINT mode, too: a plan may name as held what no claim has.
             counted=policy.mode is OfferMode.COUNTERS or len(self._fitting_together(ours)) < len(ours),
         )
@@ -151,22 +152,36 @@ class PublishableGpu:
         prepared = {device.name for device in self.prepared}
         return tuple(device for device in possible if device.name in chosen - prepared)
 
-    def _is_unpublished(self, policy: PublishPolicy, held: Sequence[Device], offers: Sequence[Device]) -> bool:
-        if any(self._needs_slice(device) for device in held):
+    def is_offered(self, policy: PublishPolicy, published: PublishedGpu) -> bool:
+        """Whether new claims can get something of ``published``."""
+        offered = not self.reserved and any(self._is_offered(device, policy) for device in published.offers)
+        return offered and not self._waits_for_plan(policy)
+
+    def is_unpublished(self, policy: PublishPolicy, published: PublishedGpu, *, node_offers: bool) -> bool:
+        """Whether the slices contain nothing of ``published``; ``node_offers``: something of the node is offered."""
+        if any(self._needs_slice(device) for device in published.held):
             return False
-        is_unpublished = self.gpu.uuid in policy.unpublished
         # A device that is only kept keeps others from being offered in DISJOINT mode, so the controller must see it.
         disjoint = policy.mode is OfferMode.DISJOINT
-        if not self.reserved and any(disjoint or self._is_wanted(device, policy) for device in offers):
-            # A plan that lacks a prepared device is older than its claim, or its maker does not know the claim.
-            return is_unpublished and any(device.name not in policy.held for device in self.prepared)
-        return is_unpublished or not (policy.publish_held or offers)
+        if not self.reserved and any(disjoint or self._is_wanted(device, policy) for device in published.offers):
+            return self._waits_for_plan(policy)
+        if self.gpu.uuid in policy.unpublished:
+            return not node_offers
+        return not (policy.publish_held or published.offers or node_offers)
+
+    def _waits_for_plan(self, policy: PublishPolicy) -> bool:
+        """Whether the GPU is unpublished, and the plan lacks a prepared device of it: the plan is older than its
+        claim, or its maker does not know the claim."""
+        is_unpublished = self.gpu.uuid in policy.unpublished
+        return is_unpublished and any(device.name not in policy.held for device in self.prepared)
 
     def _is_wanted(self, device: Device, policy: PublishPolicy) -> bool:
-        """Whether ``device`` is offered to new claims, and not only kept because it may just have been allocated."""
-        if policy.offers is None or device.offer in policy.offers | policy.listed:
-            return True
-        return device.name in self.foreign.offered
+        """Whether ``device`` is to be published, and not only kept because it may just have been allocated."""
+        return device.offer in policy.listed or self._is_offered(device, policy)
+
+    def _is_offered(self, device: Device, policy: PublishPolicy) -> bool:
+        is_offer = policy.offers is None or device.offer in policy.offers
+        return is_offer or device.name in self.foreign.offered
 
     def _needs_slice(self, held: Device) -> bool:
         """Whether a held device has something to report that only its slice can: a taint, or an outdated share size."""
@@ -203,3 +218,18 @@ class PublishableGpu:
     def _possible(self, device: Device) -> bool:
         """Whether settings and MIG mode allow ``device`` without a reset of the GPU."""
         return device.kind in possible_kinds(self.gpu, shares_only=self.shares_only)
+
+
+def published_devices(gpus: Iterable[PublishableGpu], policy: PublishPolicy) -> list[PublishedGpu]:
+    """What the slices of a node contain of its ``gpus``.
+
+    A node that offers anything publishes everything that claims hold on it, because a scheduler may give out nothing
+    that consumes counters of a pool in which a held device is missing (kubernetes#140806).
+    """
+    candidates = [(gpu, gpu.published(policy)) for gpu in gpus]
+    is_counted = policy.mode is OfferMode.COUNTERS
+    node_offers = is_counted and any(gpu.is_offered(policy, published) for gpu, published in candidates)
+    return [
+        replace(published, unpublished=gpu.is_unpublished(policy, published, node_offers=node_offers))
+        for gpu, published in candidates
+    ]

@@ -4,9 +4,9 @@ The node removes a device from its slices only if the plan says that it was with
 if a prepared device overlaps it. Every other device that a plan leaves out stays, because it may just have been
 allocated. A plan is valid for one epoch of the node (``ModeChoice``).
 
-If the plan allows it, a GPU of which nothing is offered leaves the slices as a whole. Its devices stay in the memory of
-this module and come back together, in one update of their slice: see ``PublishPolicy``. So the file ``plan.json`` is as
-important as the slices then, and is written durably before a GPU leaves them.
+If the plan allows it, the GPUs of a node that offers nothing leave the slices as a whole. Their devices stay in the
+memory of this module and come back together, those of one GPU in one update of their slice: see ``PublishPolicy``. So
+the file ``plan.json`` is as important as the slices then, and is written durably before a GPU leaves them.
 
 Where the API server does not keep shared counters, offers are disjoint whatever the plan says (``OfferMode``). A GPU of
 which published devices overlap, because the API server was downgraded, keeps its counters as long as its slice has any.
@@ -17,12 +17,12 @@ withdrawn what overlaps.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from driver.model.device import Monitor
 from driver.model.gpu_settings import NO_LAYOUTS, Layouts
-from driver.model.offer import Offer
+from driver.model.offer import DeviceKind, Offer
 from driver.model.plan import COUNTERS_FIELD, TAINTS_FIELD, OfferMode, PlanMode, PublishHeld
 from driver.slices.api_server_fields import KeptFields
 from driver.slices.build import PublishedGpu
@@ -148,6 +148,8 @@ class PlanFollower:
             durable=not set(unpublished) <= set(self.memory.now.unpublished),
             published=tuple(sorted(self.publication.names)),
             unpublished=unpublished,
+            held_gpus={gpu.gpu.uuid: gpu.number for gpu in gpus if gpu.held},
+            held_shares=_held_shares(gpus),
         )
 
     def _policy(self, before: frozenset[str]) -> PublishPolicy:
@@ -188,3 +190,10 @@ class PlanFollower:
         lost = {gpu.gpu.uuid for gpu in gpus if gpu.counted and not slices.has_counters(gpu)}
         left_out = sorted(device.name for gpu in gpus if gpu.gpu.uuid in lost for device in gpu.offers)
         return [replace(gpu, unpublished=True) if gpu.gpu.uuid in lost else gpu for gpu in gpus], tuple(left_out)
+
+
+def _held_shares(gpus: Iterable[PublishedGpu]) -> dict[str, dict[int, int]]:
+    shares: dict[str, dict[int, int]] = {}
+    for device in (device for gpu in gpus for device in gpu.held if device.kind is DeviceKind.SHARE):
+        shares.setdefault(device.gpu.uuid, {})[device.spot.at] = device.shares
+    return shares

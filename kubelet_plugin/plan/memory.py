@@ -20,7 +20,9 @@ class PlanMemory(msgspec.Struct, frozen=True):
     """The content of ``plan.json``.
 
     ``published``: devices that may have been allocated: those in the slices, which may get deleted meanwhile, and those
-    of ``unpublished`` GPUs (UUIDs), which return with their GPU's next offer. ``offer_mode``: that of the last plan.
+    of ``unpublished`` GPUs (UUIDs), which return with their node's next offer. ``offer_mode``: that of the last plan.
+    ``held_gpus``: the numbers of the GPUs of which something is held, by UUID; ``held_shares``: the number of shares of
+    which each held share is one, by UUID of the GPU and number of the share.
     """
 
     epoch: str
@@ -28,6 +30,8 @@ class PlanMemory(msgspec.Struct, frozen=True):
     published: tuple[str, ...] = ()
     unpublished: tuple[str, ...] = ()
     offer_mode: OfferMode = OfferMode.COUNTERS
+    held_gpus: dict[str, int] = {}
+    held_shares: dict[str, dict[int, int]] = {}
 
 
 PLAN_FILE = msgspec.json.Decoder(PlanMemory)

@@ -70,7 +70,9 @@ class PlannedNode:
     def wait_published(self, *names: str) -> None:
         def as_wanted() -> bool:
             self.check()
-            return published(self._slices(), NODE) == {*names} and self._sets() == ({"gpu-0"} if names else set())
+            return published(self._slices(), NODE) == {*names} and self._sets() == (
+                {"gpu-0", "gpu-1"} if names else set()
+            )
 
         wait_for(as_wanted, SOON_S, f"published: {', '.join(names) or 'nothing'}")
 

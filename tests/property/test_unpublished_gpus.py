@@ -322,7 +322,7 @@ class OneNode(RuleBasedStateMachine):
         self.to_check = (self.to_check & excess) - self.lifted
         self.excess = excess
         modes = self.held_publication.decide(len(fleet.gpus), self.most_gpus, plans, ["n1"], ())
-        if again := first_offers(offers, fleet, plans):
+        if again := first_offers(offers, fleet, devices, plans):
             self.catch_up()
             if self.index().held(POOL.name) != view.held:
                 offers -= again.keys()

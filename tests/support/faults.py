@@ -45,7 +45,7 @@ class Circumstances:
     """``lease_s``: how long others wait for a leader that is silent; ``server``: another address of the API server.
 
     ``offers``: how many of each kind stand; ``hasty``: what is not wanted is fenced at once, without the seconds in
-    which its taint keeps decisions away. ``publish_held``: nodes publish the held devices of GPUs without offers.
+    which its taint keeps decisions away. ``publish_held``: nodes without offers publish their held devices.
     """
 
     lease_s: int = 3

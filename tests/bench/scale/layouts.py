@@ -29,6 +29,8 @@ class Layout(StrEnum):
     COMPLETE = "complete"
     FITTING = "every offer that fits"
     CURATED_ALWAYS = "curated, held always"
+    CURATED_BY_GPU = "curated, held by GPU"
+    """As until November 2026; kubernetes#140806 would keep the scheduler from giving out anything then."""
     CURATED = "curated"
     PRODUCT = "curated, real controller"
     """By the product's own processes (``product.py``); in the others the benchmark plays controller and nodes."""
@@ -174,7 +176,16 @@ class CuratedAlways(Fitting):
 
 
 class Curated(CuratedAlways):
-    """The same in a large cluster: a GPU of which nothing is offered is not published."""
+    """The same in a large cluster: a node of which nothing is offered is not published."""
+
+    def contents(self, node: str) -> Mapping[str, Content]:
+        gpus = [super(Curated, self).published(entry) for entry in self._nodes[node].values()]
+        offers = any(gpu.offers for gpu in gpus)
+        return self._builders[node].build(replace(gpu, unpublished=not offers) for gpu in gpus)
+
+
+class CuratedByGpu(CuratedAlways):
+    """The same, but a GPU of which nothing is offered is not published, whatever its node offers."""
 
     def published(self, entry: FleetGpu) -> PublishedGpu:
         found = super().published(entry)
@@ -186,6 +197,7 @@ PUBLISHING: Mapping[Layout, Callable[[Fleet], Publishing]] = {
     Layout.COMPLETE: Complete,
     Layout.FITTING: Fitting,
     Layout.CURATED_ALWAYS: CuratedAlways,
+    Layout.CURATED_BY_GPU: CuratedByGpu,
     Layout.CURATED: Curated,
 }
 

@@ -108,7 +108,7 @@ class Measurement:
     def _measure_product(self) -> Found:
         """The slices are those of ``tessera sim fleet``, whose nodes follow ``tessera controller``."""
         with started(self.cluster, self.plan.nodes, self.progress, "node", CONTROLLER_FLAGS):
-            with self.progress.part("nodes leave out the GPUs without offers", 60):
+            with self.progress.part("nodes without offers leave out what is held", 60):
                 self.served.wait_untainted()
                 wait_for(self._held_left_out, HELD_LEFT_OUT_S, "all plans leave out held devices", 1.0)
                 wait_calm(self.client)

@@ -42,7 +42,7 @@ def test_whatever_claims_hold_is_published_in_every_layout_beside_offers(fleet: 
     names = {device["name"] for device in devices(PUBLISHING[layout](fleet).contents(NODE))}
     on_node = {device.name for gpu in held(fleet) if gpu.node == NODE for device in gpu.devices}
     offering = {name.split("-")[1] for name in names - on_node}
-    beside = {name for name in on_node if layout is not Layout.CURATED or name.split("-")[1] in offering}
+    beside = {name for name in on_node if layout is not Layout.CURATED_BY_GPU or name.split("-")[1] in offering}
     assert beside <= names
 
 

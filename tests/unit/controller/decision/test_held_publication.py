@@ -1,21 +1,24 @@
-"""How nodes publish: the offer mode of the cluster, and held devices of GPUs without offers."""
+"""How nodes publish: the offer mode of the cluster, and held devices of nodes without offers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
 import pytest
 
 from controller.cluster.claim_index import PoolDevice
+from controller.cluster.device_index import DeviceIndex
+from controller.cluster.node_views import NodeView
 from controller.curation.offer_mode import decide_offer_mode
 from controller.decision.withdraw_and_admit import first_offers
 from controller.decision.write_and_evict import HeldPublication
 from driver.kube.types import GpuNodePlan, PlanMetadata
 from driver.model.offer import Offer
-from driver.model.plan import COUNTERS_FIELD, OfferMode, PlanSpec, PublishHeld
-from tests.support.node_views import fleet_of
+from driver.model.plan import COUNTERS_FIELD, Held, OfferMode, PlanSpec, PublishHeld
+from tests.support.node_views import changes, fleet_of
 from tests.unit.controller.cluster.test_fleet_builder import view
 from tests.unit.controller.decision.test_plan_writer import OTHER, POOL, SMALL, index_of, offer
 
@@ -55,7 +58,7 @@ def test_an_offer_waits_for_published_devices_that_overlap_it_until_they_are_wit
 
 
 class TestHeldPublication:
-    """Which nodes publish the held devices of GPUs without offers, and when they change."""
+    """Which nodes publish their held devices without offering anything, and when they change."""
 
     NODES = tuple(f"n{number}" for number in range(100))
 
@@ -113,14 +116,22 @@ class TestHeldPublication:
         assert self.beside(found.decide(800, 500, plans, self.NODES, ())) == 100
 
 
-def test_only_offers_on_gpus_of_which_the_plan_offers_nothing_may_meet_an_unpublished_gpu() -> None:
-    fleet = fleet_of(view())
+A_HELD = {"gpu-0-mig-1g10gb-4": Held("gpu-0-mig-1g10gb-4", "team/train")}
 
-    def found(publish_held: PublishHeld, *offered: str) -> set[Offer]:
+
+def test_only_first_offers_of_a_node_and_of_gpus_that_slices_lack_may_meet_held_devices_that_are_unpublished() -> None:
+    def found(publish_held: PublishHeld, *offered: str, seen: NodeView) -> set[Offer]:
+        fleet, devices = fleet_of(seen), DeviceIndex()
+        devices.update([seen], changes([seen]), fleet)
         plan = GpuNodePlan(PlanMetadata("n1"), PlanSpec(offers=tuple(map(str, offered)), publish_held=publish_held))
-        return set(first_offers([offer(SMALL)], fleet, {"n1": plan}))
+        return set(first_offers([offer(SMALL)], fleet, devices, {"n1": plan}))
 
-    assert found(PublishHeld.BESIDE_OFFERS) == {offer(SMALL)}
-    assert found(PublishHeld.BESIDE_OFFERS, str(offer(OTHER))) == set()
-    assert found(PublishHeld.ALWAYS) == set()
-    assert first_offers([offer(SMALL)], fleet, {}) == {}
+    beside = PublishHeld.BESIDE_OFFERS
+    assert found(beside, seen=view()) == {offer(SMALL)}
+    assert found(beside, str(offer(OTHER)), seen=view()) == set()
+    assert found(beside, str(offer(OTHER)), seen=replace(view(), held=A_HELD)) == {offer(SMALL)}
+    assert (
+        found(beside, str(offer(OTHER)), seen=replace(view(), held=A_HELD, published=dict.fromkeys(A_HELD, 1))) == set()
+    )
+    assert found(PublishHeld.ALWAYS, seen=view()) == set()
+    assert first_offers([offer(SMALL)], fleet_of(view()), DeviceIndex(), {}) == {}

@@ -22,23 +22,32 @@ def gpus(tmp_path: Path) -> list[Gpu]:
 
 def test_a_gpu_that_does_not_answer_is_still_one_of_the_node(tmp_path: Path, gpus: list[Gpu]) -> None:
     present = gpus[:1] + gpus[2:]
-    assert KnownGpus(tmp_path, "boot-1").missing(present, {1}) == [gpus[1]]
-    assert KnownGpus(tmp_path, "boot-1").missing(present, set()) == [gpus[1]]
-    assert KnownGpus(tmp_path, "boot-1").missing(gpus, set()) == []
-    assert KnownGpus(tmp_path, "boot-1").missing([], {0, 1, 2, 3}) == gpus
+    assert KnownGpus(tmp_path, "boot-1").missing(present, {1}, ()) == [gpus[1]]
+    assert KnownGpus(tmp_path, "boot-1").missing(present, set(), ()) == [gpus[1]]
+    assert KnownGpus(tmp_path, "boot-1").missing(gpus, set(), ()) == []
+    assert KnownGpus(tmp_path, "boot-1").missing([], {0, 1, 2, 3}, ()) == gpus
 
 
 def test_after_a_reboot_it_is_one_only_while_nvml_counts_it(tmp_path: Path, gpus: list[Gpu]) -> None:
     present = gpus[:1] + gpus[2:]
-    assert KnownGpus(tmp_path, "boot-2").missing(present, {1}) == [gpus[1]]
-    assert KnownGpus(tmp_path, "boot-2").missing(present, set()) == []
+    assert KnownGpus(tmp_path, "boot-2").missing(present, {1}, ()) == [gpus[1]]
+    assert KnownGpus(tmp_path, "boot-2").missing(present, set(), ()) == []
 
 
 def test_a_gpu_in_the_place_of_another_replaces_it(tmp_path: Path, gpus: list[Gpu]) -> None:
-    assert KnownGpus(tmp_path, "boot-1").missing([*gpus[1:], replace(gpus[0], uuid="GPU-new")], set()) == []
+    assert KnownGpus(tmp_path, "boot-1").missing([*gpus[1:], replace(gpus[0], uuid="GPU-new")], set(), ()) == []
+
+
+def test_a_gpu_of_which_claims_hold_something_stays_known_whatever_became_of_it(
+    tmp_path: Path, gpus: list[Gpu]
+) -> None:
+    held = {gpus[0].uuid}
+    assert KnownGpus(tmp_path, "boot-2").missing(gpus[1:], set(), held) == gpus[:1]
+    assert KnownGpus(tmp_path, "boot-2").missing([*gpus[1:], replace(gpus[0], uuid="GPU-new")], set(), held) == gpus[:1]
+    assert KnownGpus(tmp_path, "boot-2").missing(gpus, set(), held) == []
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"boot": "boot-1", "inventory": "no"}', b"\xff"])
 def test_a_file_that_cannot_be_read_names_no_gpu(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "gpus.json").write_bytes(content)
-    assert KnownGpus(tmp_path, "boot-1").missing([], set()) == []
+    assert KnownGpus(tmp_path, "boot-1").missing([], set(), ()) == []

@@ -9,7 +9,8 @@ import pytest
 
 from driver.errors import ClaimError, HardwareError
 from driver.model.gpu_settings import GpuSelection, TimeSlice
-from kubelet_plugin.inventory.inventory import ClaimReference, GpuSharing
+from kubelet_plugin.inventory.inventory import ClaimReference, GpuSharing, Inventory
+from kubelet_plugin.inventory.published_devices import PublishPolicy
 from tests.support.claims import opaque, result
 from tests.support.node import NodeUnderTest, start_node
 from tests.support.nvml_client import set_compute_mode
@@ -225,6 +226,19 @@ class TestAnotherNumberOfShares:
     ) -> None:
         with pytest.raises(ClaimError, match=r"gpu-0-share-8 .*4 shares"):
             changed.preparer.prepare(changed.api.allocate("late", "gpu-0-share-8"))
+
+
+def test_a_share_that_was_allocated_before_the_number_of_shares_changed_is_published_and_prepared_as_it_was(
+    tmp_path: Path,
+) -> None:
+    [gpu, *_] = start_node(tmp_path, gpus="h100-pcie-4").node.inventory.gpus
+    inventory = Inventory([gpu], {gpu.uuid: 0}, GpuSharing(lambda _: 4), {gpu.uuid: {9: 10, 2: 10}})
+    [published] = inventory.published(PublishPolicy(frozenset({"gpu-0-share-9"}), frozenset(), publish_held=False))
+    assert [(device.name, device.shares) for device in published.held] == [("gpu-0-share-9", 10)]
+    assert not published.unpublished
+    found = inventory.device("gpu-0-share-9")
+    assert found is not None
+    assert found.shares == 10
 
 
 def test_shares_of_two_gpus_serve_one_claim(tmp_path: Path) -> None:

@@ -5,14 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from driver.model.device import Device, devices_of
+from driver.model.gpu import Gpu
 from driver.model.gpu_health import DeviceCondition
 from driver.model.offer import Offer
 from driver.model.plan import OfferMode
 from driver.slices.build import PublishedGpu
 from driver.slices.pool_names import Pool
-from kubelet_plugin.inventory.published_devices import ForeignPartitions, PublishableGpu, PublishPolicy
+from kubelet_plugin.inventory.published_devices import (
+    ForeignPartitions,
+    PublishableGpu,
+    PublishPolicy,
+    published_devices,
+)
 from tests.support.gpus import gpu_of
 from tests.support.published import build_slices
 
@@ -111,8 +119,9 @@ def test_a_free_device_that_is_in_the_way_of_an_offer_is_published() -> None:
     gpu = PublishableGpu(
         GPU, 0, tuple(DEVICES.values()), devices(HALF), (), False, ForeignPartitions(), False, None, ()
     )
-    assert not gpu.published(policy).unpublished
-    assert gpu.published(replace(policy, kept=frozenset({HALF}))).unpublished
+    assert [published.unpublished for published in published_devices([gpu], policy)] == [False]
+    without = replace(policy, kept=frozenset({HALF}))
+    assert [published.unpublished for published in published_devices([gpu], without)] == [True]
 
 
 def test_slices_of_gpus_without_counters_have_their_devices_and_no_counter_set() -> None:
@@ -133,3 +142,52 @@ def test_a_free_device_that_nobody_may_get_is_left_out_where_taints_are_dropped(
         there = slices[pool.device_slice(0, divided=True)]["devices"]
         assert {device["name"] for device in there} == expected
         assert all(("taints" in device) == keeps_taints for device in there)
+
+
+NODE_GPUS = [replace(GPU, uuid=f"GPU-{number}") for number in range(3)]
+OF_NODE = {device.name: device for number, gpu in enumerate(NODE_GPUS) for device in devices_of(gpu, number)}
+NAMES = st.frozensets(st.sampled_from([name for name in OF_NODE if "1g10gb-" in name or "3g40gb" in name]), max_size=6)
+
+
+@given(prepared=NAMES, planned=NAMES, kept=NAMES, offered=NAMES, unpublished=st.frozensets(st.sampled_from(NODE_GPUS)))
+def test_a_node_that_offers_anything_publishes_everything_that_its_plan_knows_to_be_held(
+    prepared: frozenset[str],
+    planned: frozenset[str],
+    kept: frozenset[str],
+    offered: frozenset[str],
+    unpublished: frozenset[Gpu],
+) -> None:
+    policy = PublishPolicy(
+        held=prepared | planned,
+        offers=frozenset(OF_NODE[name].offer for name in offered),
+        kept=kept,
+        closing=True,
+        publish_held=False,
+        unpublished=frozenset(gpu.uuid for gpu in unpublished),
+    )
+
+    def of(gpu: Gpu, names: frozenset[str]) -> tuple[Device, ...]:
+        return tuple(OF_NODE[name] for name in sorted(names) if OF_NODE[name].gpu is gpu)
+
+    gpus = [
+        PublishableGpu(
+            gpu,
+            number,
+            tuple(device for device in OF_NODE.values() if device.gpu is gpu),
+            of(gpu, prepared),
+            of(gpu, planned - prepared),
+            False,
+            ForeignPartitions(),
+            False,
+            None,
+            (),
+        )
+        for number, gpu in enumerate(NODE_GPUS)
+    ]
+    found = published_devices(gpus, policy)
+    offers = [device.name for gpu in found if gpu.is_offering for device in gpu.offers if device.name not in gpu.closed]
+    in_slices = {device.name for gpu in found if not gpu.unpublished for device in (*gpu.held, *gpu.offers)}
+    if offers:
+        assert in_slices >= prepared | planned
+    else:
+        assert not [gpu for gpu in found if not gpu.unpublished and not gpu.offers]

@@ -550,7 +550,7 @@ class TestAGpuThatOffersNothing:
         followed.told(PlanSpec("", named, followed.offers(*offered), withdrawn, beside_offers))
 
     def test_it_leaves_the_slices_with_its_counters_once_its_last_offer_is_allocated(self, beside: Followed) -> None:
-        assert counter_sets(beside) == {"gpu-0"}
+        assert counter_sets(beside) == {f"gpu-{number}" for number in range(8)}
         self.plan(beside, held=(self.HELD, SMALL))
         assert in_slices(beside) == set()
         assert counter_sets(beside) == set()
@@ -615,6 +615,75 @@ class TestAGpuThatOffersNothing:
         assert in_slices(beside) == {self.HELD, SMALL}
         beside.node.node.inventory.set_conditions(gpu.uuid, ())
         assert in_slices(beside) == set()
+
+
+class TestANodeThatOffersSomethingElsewhere:
+    """The plan says that held devices are published only beside offers: of the node, not of their GPU."""
+
+    HELD, ELSEWHERE, LAST = "gpu-0-mig-1g10gb-0", "gpu-5-mig-1g10gb-0", "gpu-5"
+
+    @pytest.fixture
+    def node_of(self, followed: Followed) -> Followed:
+        """HELD is held and nothing is offered."""
+        self.everything = tuple(in_slices(followed))
+        followed.node.preparer.prepare(followed.node.api.allocate("infer", self.HELD))
+        self.plan(followed, withdrawn=self.everything)
+        assert in_slices(followed) == set()
+        assert counter_sets(followed) == set()
+        return followed
+
+    def plan(
+        self,
+        followed: Followed,
+        *offered: str,
+        held: tuple[str, ...] = (HELD,),
+        withdrawn: tuple[str, ...] = (),
+        listed: tuple[str, ...] = (),
+    ) -> None:
+        named, beside = tuple(f"{device} default/infer" for device in held), PublishHeld.BESIDE_OFFERS
+        offers, listed = followed.offers(*offered), followed.offers(*listed)
+        followed.told(PlanSpec("", named, offers, withdrawn, beside, listed=listed))
+
+    def test_it_publishes_everything_that_is_held(self, node_of: Followed) -> None:
+        self.plan(node_of, self.ELSEWHERE)
+        assert in_slices(node_of) == {self.HELD, self.ELSEWHERE}
+        assert closed(node_of) == {self.HELD}
+        assert counter_sets(node_of) == {f"gpu-{number}" for number in range(8)}
+
+    def test_it_publishes_it_until_the_last_offer_is_gone(self, node_of: Followed) -> None:
+        self.plan(node_of, self.ELSEWHERE)
+        assert in_slices(node_of) == {self.HELD, self.ELSEWHERE}
+        self.plan(node_of, held=(self.HELD, self.ELSEWHERE))
+        assert in_slices(node_of) == set()
+
+    def test_a_listed_device_brings_nothing_back_because_nobody_gets_it(self, node_of: Followed) -> None:
+        self.plan(node_of, listed=(self.LAST,))
+        assert in_slices(node_of) == {self.LAST}
+
+    def test_an_offer_that_waits_for_a_newer_plan_brings_nothing_back(self, node_of: Followed) -> None:
+        self.plan(node_of, SMALL, held=())
+        assert in_slices(node_of) == set()
+        self.plan(node_of, SMALL, self.ELSEWHERE, held=())
+        assert in_slices(node_of) == {self.ELSEWHERE}
+
+    def test_what_is_held_is_written_before_what_is_offered(self, node_of: Followed) -> None:
+        self.plan(node_of, "gpu-0-mig-1g10gb-4", "gpu-2-mig-1g10gb-0")
+        pool = Pool("node-a", "gpu.tessera.dev")
+        order = list(build_slices(pool, node_of.publish()))
+        assert order == [
+            pool.counter_slice(0),
+            *(pool.device_slice(number) for number in (4, 6)),
+            *(pool.device_slice(number) for number in (0, 2)),
+        ]
+
+    def test_its_next_process_knows_the_gpus_and_shares_that_are_held(self, node: NodeUnderTest) -> None:
+        shared = Followed(start_node(node.root / "shared", sharing=GpuSharing(lambda gpu: 4 if gpu.index else 0)))
+        shared.publish()
+        shared.told(PlanSpec(held=("gpu-0 default/train", "gpu-3-share-2 default/infer")))
+        shared.publish()
+        memory, gpus = PlanFile(shared.node.root / "state").now, shared.node.node.inventory.gpus
+        assert memory.held_gpus == {gpus[0].uuid: 0, gpus[3].uuid: 3}
+        assert memory.held_shares == {gpus[3].uuid: {2: 4}}
 
 
 class TestOfferModes:
