@@ -143,8 +143,10 @@ class ClaimCleanup:
     def busy(self, record: ClaimRecord) -> str:
         """Why ``record`` must not be released; ``""`` if it may.
 
-        Only full GPUs are checked: NVML itself refuses to destroy a partition in use.
+        Only full GPUs are checked: NVML itself refuses to destroy a partition in use. No process outlives a reboot.
         """
+        if record.is_of_earlier_boot(self._stores.boot):
+            return ""
         for device in record.devices:
             gpu = self._stores.inventory.gpu(device.gpu_uuid)
             if device.kind is not DeviceKind.FULL or gpu is None:

@@ -119,6 +119,19 @@ class TestClaimsThatVanished:
         care.look_long()
         assert node.nothing_left()
 
+    def test_what_an_earlier_boot_left_on_a_gpu_that_is_lost_is_released(self, node: NodeUnderTest) -> None:
+        claim = node.api.allocate("train", "gpu-0")
+        node.preparer.prepare(claim)
+        node.api.delete(claim)
+        node.simulated.reboot()
+        rebooted = node.restart()
+        lost, *others = rebooted.node.inventory.gpus
+        rebooted.node.inventory.update(others, {lost.uuid: "NVML no longer finds it"})
+        rebooted.simulated.faults.fail("nvmlDeviceGetComputeRunningProcesses", code=pynvml.NVML_ERROR_GPU_IS_LOST)
+        Care(rebooted).look_long()
+        assert rebooted.held() == set()
+        assert rebooted.records() == []
+
     def test_a_partition_in_use_stays_held_until_it_is_free(self, node: NodeUnderTest) -> None:
         claim = node.api.allocate("infer", SMALL)
         node.preparer.prepare(claim)
