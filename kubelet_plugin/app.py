@@ -363,10 +363,7 @@ def _metrics(settings: NodeSettings) -> Metrics | None:
 
 
 def _discover(
-    scanner: Scanner,
-    records: Iterable[ClaimRecord],
-    settings: NodeSettings,
-    known_gpus: KnownGpus,
+    scanner: Scanner, records: Iterable[ClaimRecord], settings: NodeSettings, known_gpus: KnownGpus
 ) -> Inventory:
     """The node's GPUs, also those that do not answer at present; held devices keep the names and the number of shares
     with which they were allocated. Raises HardwareError, UsageError."""

@@ -136,11 +136,8 @@ class Inventory:
         self._numbers |= number_gpus(gpus.values(), self._numbers)
         for uuid, gpu in gpus.items():
             if self._gpus.get(uuid) is not gpu:
-                number, shares, held = (
-                    self._numbers[uuid],
-                    self._sharing.shares_of(gpu),
-                    self._held_shares.get(uuid, {}),
-                )
+                number, shares = self._numbers[uuid], self._sharing.shares_of(gpu)
+                held = self._held_shares.get(uuid, {})
                 self._by_gpu[uuid] = devices_of(gpu, number, shares, share_indices(shares, held))
                 outdated = (share_device(gpu, number, index, of) for index, of in held.items() if of != shares)
                 self._outdated |= {device.name: device for device in outdated}
