@@ -88,8 +88,14 @@ class DeviceIndex:
 
     def lacks_held(self, gpu: FleetGpu) -> bool:
         """Whether the slices lack a device of ``gpu`` that a claim holds."""
-        published = self._by_pool[self._pools[gpu.node]].view.published
-        return any(device.name not in published for device in gpu.held)
+        pool = self._pools[gpu.node]
+        return not all(self.is_published(PoolDevice(pool, device.name)) for device in gpu.held)
+
+    def on_unable_nodes(self, devices: Iterable[PoolDevice]) -> set[PoolDevice]:
+        """Those of ``devices`` on nodes that can start no pod: their plugins may be waiting for the driver, so that no
+        taint keeps the scheduler away."""
+        nodes = ((device, self._by_pool.get(device.pool)) for device in devices)
+        return {device for device, node in nodes if node is not None and node.view.unable}
 
     def offerable(self, offers: Iterable[Offer], plans: Mapping[str, GpuNodePlan]) -> set[Offer]:
         """``offers`` without devices of complete nodes, and those that ``plans`` withdraw and that are still published.

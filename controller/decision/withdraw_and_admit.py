@@ -6,14 +6,13 @@ An unwanted device is fenced before it leaves the slices, and an offer is made o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from controller.cluster.cache import ClusterCache
 from controller.cluster.claim_index import PoolDevice
 from controller.cluster.device_index import DeviceIndex
 from controller.cluster.fleet import Fleet
-from controller.cluster.node_views import NodeView
 from controller.decision.choose import ChosenOffers, WaitsFor
 from controller.decision.read import DecisionInput
 from controller.fence.fence import Fence
@@ -59,20 +58,13 @@ class WithdrawStage:
             urgent = urgent.union(*devices.obstacles(awaited, ()).values())
         withdrawn = frozenset[PoolDevice]()
         if excess or self._is_withdrawing:
-            urgent |= on_unable_nodes(excess, seen.snapshot.views)
+            urgent |= devices.on_unable_nodes(excess)
             withdrawn = self.withdrawals.decide(excess, devices.is_published, urgent)
         self._is_withdrawing = bool(excess)
         offers = replace(offers, withdrawn=withdrawn)
         if by_claim is None:  # counters keep offers of one GPU apart
             return offers
         return offers.let_wait(devices.obstacles(offers.wanted, withdrawn), WaitsFor.OVERLAPPING_DEVICES)
-
-
-def on_unable_nodes(devices: Collection[PoolDevice], views: Iterable[NodeView]) -> set[PoolDevice]:
-    """Those of ``devices`` on nodes that can start no pod: their plugins may be waiting for the driver, so that no
-    taint keeps the scheduler away."""
-    unable = {view.pool for view in views if view.unable}
-    return {device for device in devices if device.pool in unable}
 
 
 class AdmitStage:

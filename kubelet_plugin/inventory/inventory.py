@@ -161,13 +161,13 @@ class Inventory:
 
     def device(self, name: str) -> Device | None:
         """The device with this name, whether held, offered or neither."""
-        current = self._devices.get(name)
+        current = self._devices.get(name) or self._outdated.get(name)
         if current is not None and current.kind is not DeviceKind.SHARE:
             return current
         # A held share keeps its size even if the number of shares of the GPU has changed since.
         with self._lock:
             held_devices = (held for _, devices in self._held.values() for held in devices)
-            return next((held for held in held_devices if held.name == name), current or self._outdated.get(name))
+            return next((held for held in held_devices if held.name == name), current)
 
     def devices_on(self, gpu: Gpu) -> Sequence[Device]:
         """Every device that the GPU could offer, whether offered at present or not."""
@@ -304,8 +304,8 @@ class Inventory:
             self._apply_switched()
             held = {device.name: device for _, devices in self._held.values() for device in devices}
             names = policy.held - held.keys()
-            by_name = self._outdated | self._devices
-            allocated = [by_name[name] for name in names if name in by_name]
+            of_names = (self._devices.get(name) or self._outdated.get(name) for name in names)
+            allocated = [device for device in of_names if device is not None]
             gpus = [
                 PublishableGpu(
                     gpu,

@@ -102,7 +102,7 @@ class PublishableGpu:
     conditions: tuple[DeviceCondition, ...]
 
     def published(self, policy: PublishPolicy) -> PublishedGpu:
-        """What is published of this GPU, if anything is: see ``published_devices``."""
+        """The devices to publish of this GPU; ``published_devices`` decides whether they are."""
         if policy.complete:
             return replace(self._with(policy, self.prepared, self._all_free()), constant=True)
         held = (*self.prepared, *self.allocated)

@@ -10,6 +10,7 @@ import pytest
 from controller.fence.configmap import read_fenced
 from driver.kube.client import KubeClient, load_configuration
 from driver.slices.build import CLOSED
+from driver.slices.pool_names import Pool
 from tests.harness.cluster import Cluster
 from tests.harness.progress import Progress
 from tests.harness.settings import Settings
@@ -113,10 +114,10 @@ def test_a_pod_on_a_gpu_that_refuses_to_be_cut_is_moved_to_another_and_both_side
 
     wait_for(moved, 2 * SOON_S, "the Job's next pod runs on another GPU")
     moved_by = "is evicted, so that its controller replaces it"
-    told = wait_for(
+    messages = wait_for(
         lambda: [message for message in events(cluster, "FailedStart") if moved_by in message], SOON_S, "an Event"
     )
-    assert all("can't prepare" in message for message in told)
+    assert all("can't prepare" in message for message in messages)
     wait_for(lambda: not unprepared(), SOON_S, "nothing fails any more")
     node.fault("clear")
 
@@ -134,7 +135,7 @@ def test_while_the_driver_of_a_node_is_missing_it_gets_no_pods_and_everybody_is_
         published = node.versions()
         assert published
         kubernetes = KubeClient(load_configuration(cluster.kubeconfig), "test")
-        pool = f"{node.node.name}-{DRIVER}"
+        pool = Pool(node.node.name, DRIVER).name
 
         def fenced() -> set[str]:
             return {device.device for device in read_fenced(kubernetes, "tessera") or () if device.pool == pool}

@@ -179,7 +179,7 @@ class Curated(CuratedAlways):
     """The same in a large cluster: a node of which nothing is offered is not published."""
 
     def contents(self, node: str) -> Mapping[str, Content]:
-        gpus = [super(Curated, self).published(entry) for entry in self._nodes[node].values()]
+        gpus = [self.published(entry) for entry in self._nodes[node].values()]
         offers = any(gpu.offers for gpu in gpus)
         return self._builders[node].build(replace(gpu, unpublished=not offers) for gpu in gpus)
 

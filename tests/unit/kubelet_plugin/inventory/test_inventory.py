@@ -236,9 +236,9 @@ def test_a_share_that_was_allocated_before_the_number_of_shares_changed_is_publi
     [published] = inventory.published(PublishPolicy(frozenset({"gpu-0-share-9"}), frozenset(), publish_held=False))
     assert [(device.name, device.shares) for device in published.held] == [("gpu-0-share-9", 10)]
     assert not published.unpublished
-    found = inventory.device("gpu-0-share-9")
-    assert found is not None
-    assert found.shares == 10
+    share = inventory.device("gpu-0-share-9")
+    assert share is not None
+    assert share.shares == 10
 
 
 def test_shares_of_two_gpus_serve_one_claim(tmp_path: Path) -> None:

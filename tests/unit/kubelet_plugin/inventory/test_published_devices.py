@@ -184,10 +184,10 @@ def test_a_node_that_offers_anything_publishes_everything_that_its_plan_knows_to
         )
         for number, gpu in enumerate(NODE_GPUS)
     ]
-    found = published_devices(gpus, policy)
-    offers = [device.name for gpu in found if gpu.is_offering for device in gpu.offers if device.name not in gpu.closed]
-    in_slices = {device.name for gpu in found if not gpu.unpublished for device in (*gpu.held, *gpu.offers)}
+    slices = published_devices(gpus, policy)
+    offers = [gpu for gpu in slices if gpu.is_offering]
+    in_slices = {device.name for gpu in slices if not gpu.unpublished for device in (*gpu.held, *gpu.offers)}
     if offers:
         assert in_slices >= prepared | planned
     else:
-        assert not [gpu for gpu in found if not gpu.unpublished and not gpu.offers]
+        assert not [gpu for gpu in slices if not gpu.unpublished and not gpu.offers]

@@ -527,92 +527,99 @@ def test_offers_that_can_not_be_made_are_refused_with_a_reason(followed: Followe
     assert followed.status().refused == ()
 
 
+HELD = "gpu-0-mig-1g10gb-0"
+
+
+def plan_beside_offers(
+    followed: Followed,
+    *offered: str,
+    held: tuple[str, ...] = (HELD,),
+    withdrawn: tuple[str, ...] = (),
+    listed: tuple[str, ...] = (),
+) -> None:
+    """A plan comes that lets the node leave out what is held while it offers nothing."""
+    named, offers = tuple(f"{device} default/infer" for device in held), followed.offers(*offered)
+    beside_offers = PublishHeld.BESIDE_OFFERS
+    followed.told(PlanSpec("", named, offers, withdrawn, beside_offers, listed=followed.offers(*listed)))
+
+
 class TestAGpuThatOffersNothing:
     """The plan says that held devices are published only beside offers."""
-
-    HELD, FREED = "gpu-0-mig-1g10gb-0", "gpu-0-mig-1g10gb-1"
 
     @pytest.fixture
     def beside(self, followed: Followed) -> Followed:
         """HELD is allocated and prepared, SMALL is offered beside it."""
         everything = tuple(device for gpu in range(8) for device in followed.published(gpu))
-        claim = followed.node.api.allocate("infer", self.HELD)
+        claim = followed.node.api.allocate("infer", HELD)
         followed.node.preparer.prepare(claim)
-        self.plan(followed, SMALL, withdrawn=everything)
-        assert in_slices(followed) == {self.HELD, SMALL}
+        plan_beside_offers(followed, SMALL, withdrawn=everything)
+        assert in_slices(followed) == {HELD, SMALL}
         return followed
-
-    def plan(
-        self, followed: Followed, *offered: str, held: tuple[str, ...] = (HELD,), withdrawn: tuple[str, ...] = ()
-    ) -> None:
-        named = tuple(f"{device} default/infer" for device in held)
-        beside_offers = PublishHeld.BESIDE_OFFERS
-        followed.told(PlanSpec("", named, followed.offers(*offered), withdrawn, beside_offers))
 
     def test_it_leaves_the_slices_with_its_counters_once_its_last_offer_is_allocated(self, beside: Followed) -> None:
         assert counter_sets(beside) == {f"gpu-{number}" for number in range(8)}
-        self.plan(beside, held=(self.HELD, SMALL))
+        plan_beside_offers(beside, held=(HELD, SMALL))
         assert in_slices(beside) == set()
         assert counter_sets(beside) == set()
         assert beside.status().summary == Summary(gpus=8, held=2, offered=0)
 
     def test_it_stays_while_its_last_offer_is_not_withdrawn(self, beside: Followed) -> None:
-        self.plan(beside)
-        assert in_slices(beside) == {self.HELD, SMALL}
-        self.plan(beside, withdrawn=(SMALL,))
+        plan_beside_offers(beside)
+        assert in_slices(beside) == {HELD, SMALL}
+        plan_beside_offers(beside, withdrawn=(SMALL,))
         assert in_slices(beside) == set()
 
     def test_it_comes_back_with_everything_that_may_be_held(self, beside: Followed) -> None:
-        self.plan(beside, held=(self.HELD, SMALL))
+        plan_beside_offers(beside, held=(HELD, SMALL))
         assert in_slices(beside) == set()
         # Nobody has SMALL any more, as far as the controller knows; a late allocation of it may still be written.
-        self.plan(beside)
+        plan_beside_offers(beside)
         assert in_slices(beside) == set()
-        self.plan(beside, OTHER)
-        assert in_slices(beside) == {self.HELD, SMALL, OTHER}
-        assert closed(beside) == {self.HELD, SMALL}
+        plan_beside_offers(beside, OTHER)
+        assert in_slices(beside) == {HELD, SMALL, OTHER}
+        assert closed(beside) == {HELD, SMALL}
 
     @pytest.mark.parametrize("wiped", [False, True])
     def test_a_restart_knows_what_was_unpublished(self, beside: Followed, *, wiped: bool) -> None:
-        self.plan(beside, held=(self.HELD, SMALL))
+        plan_beside_offers(beside, held=(HELD, SMALL))
         there = in_slices(beside)
         beside.in_slices = set() if wiped else there
         beside.start()
         beside.controller.plan_now = None  # not received yet
         assert in_slices(beside) == set()
-        self.plan(beside, OTHER)
-        assert in_slices(beside) == {self.HELD, SMALL, OTHER}
+        plan_beside_offers(beside, OTHER)
+        assert in_slices(beside) == {HELD, SMALL, OTHER}
 
     def test_a_plan_that_lacks_a_prepared_device_does_not_bring_it_back(self, beside: Followed) -> None:
-        self.plan(beside, held=(self.HELD, SMALL))
+        plan_beside_offers(beside, held=(HELD, SMALL))
         assert in_slices(beside) == set()
-        self.plan(beside, OTHER, held=(SMALL,))
+        plan_beside_offers(beside, OTHER, held=(SMALL,))
         assert in_slices(beside) == set()
         [refused] = beside.status().refused
-        assert refused.endswith(f"the plan lacks a device of its GPU that a claim still has: {self.HELD}")
-        self.plan(beside, OTHER, held=(self.HELD, SMALL))
-        assert in_slices(beside) == {self.HELD, SMALL, OTHER}
+        assert refused.endswith(f"the plan lacks a device of its GPU that a claim still has: {HELD}")
+        plan_beside_offers(beside, OTHER, held=(HELD, SMALL))
+        assert in_slices(beside) == {HELD, SMALL, OTHER}
 
     def test_it_is_published_whatever_is_offered_if_the_plan_says_always(self, beside: Followed) -> None:
-        self.plan(beside, held=(self.HELD, SMALL))
+        plan_beside_offers(beside, held=(HELD, SMALL))
         assert in_slices(beside) == set()
-        beside.told(PlanSpec(held=(f"{self.HELD} default/infer", f"{SMALL} default/infer")))
-        assert in_slices(beside) == {self.HELD, SMALL}
+        beside.told(PlanSpec(held=(f"{HELD} default/infer", f"{SMALL} default/infer")))
+        assert in_slices(beside) == {HELD, SMALL}
 
     def test_it_is_published_by_a_standalone_node(self, beside: Followed) -> None:
-        self.plan(beside, held=(self.HELD, SMALL))
+        plan_beside_offers(beside, held=(HELD, SMALL))
         assert in_slices(beside) == set()
         beside.controller.is_alive = False
         in_slices(beside)
         beside.now += MODE_SPREAD_SECONDS
-        assert in_slices(beside) >= {self.HELD, SMALL, OTHER}
+        assert in_slices(beside) >= {HELD, SMALL, OTHER}
 
     def test_it_is_published_while_a_held_device_is_unhealthy(self, beside: Followed) -> None:
         gpu = beside.node.node.inventory.gpus[0]
-        self.plan(beside, held=(self.HELD, SMALL))
+        plan_beside_offers(beside, held=(HELD, SMALL))
         assert in_slices(beside) == set()
         beside.node.node.inventory.set_conditions(gpu.uuid, (DeviceCondition("xid-94", "contained error"),))
-        assert in_slices(beside) == {self.HELD, SMALL}
+        assert in_slices(beside) == {HELD, SMALL}
         beside.node.node.inventory.set_conditions(gpu.uuid, ())
         assert in_slices(beside) == set()
 
@@ -620,56 +627,44 @@ class TestAGpuThatOffersNothing:
 class TestANodeThatOffersSomethingElsewhere:
     """The plan says that held devices are published only beside offers: of the node, not of their GPU."""
 
-    HELD, ELSEWHERE, LAST = "gpu-0-mig-1g10gb-0", "gpu-5-mig-1g10gb-0", "gpu-5"
+    ELSEWHERE, LAST = "gpu-5-mig-1g10gb-0", "gpu-5"
 
     @pytest.fixture
-    def node_of(self, followed: Followed) -> Followed:
+    def unpublished(self, followed: Followed) -> Followed:
         """HELD is held and nothing is offered."""
-        self.everything = tuple(in_slices(followed))
-        followed.node.preparer.prepare(followed.node.api.allocate("infer", self.HELD))
-        self.plan(followed, withdrawn=self.everything)
+        everything = tuple(in_slices(followed))
+        followed.node.preparer.prepare(followed.node.api.allocate("infer", HELD))
+        plan_beside_offers(followed, withdrawn=everything)
         assert in_slices(followed) == set()
         assert counter_sets(followed) == set()
         return followed
 
-    def plan(
-        self,
-        followed: Followed,
-        *offered: str,
-        held: tuple[str, ...] = (HELD,),
-        withdrawn: tuple[str, ...] = (),
-        listed: tuple[str, ...] = (),
-    ) -> None:
-        named, beside = tuple(f"{device} default/infer" for device in held), PublishHeld.BESIDE_OFFERS
-        offers, listed = followed.offers(*offered), followed.offers(*listed)
-        followed.told(PlanSpec("", named, offers, withdrawn, beside, listed=listed))
+    def test_it_publishes_everything_that_is_held(self, unpublished: Followed) -> None:
+        plan_beside_offers(unpublished, self.ELSEWHERE)
+        assert in_slices(unpublished) == {HELD, self.ELSEWHERE}
+        assert closed(unpublished) == {HELD}
+        assert counter_sets(unpublished) == {f"gpu-{number}" for number in range(8)}
 
-    def test_it_publishes_everything_that_is_held(self, node_of: Followed) -> None:
-        self.plan(node_of, self.ELSEWHERE)
-        assert in_slices(node_of) == {self.HELD, self.ELSEWHERE}
-        assert closed(node_of) == {self.HELD}
-        assert counter_sets(node_of) == {f"gpu-{number}" for number in range(8)}
+    def test_it_publishes_it_until_the_last_offer_is_gone(self, unpublished: Followed) -> None:
+        plan_beside_offers(unpublished, self.ELSEWHERE)
+        assert in_slices(unpublished) == {HELD, self.ELSEWHERE}
+        plan_beside_offers(unpublished, held=(HELD, self.ELSEWHERE))
+        assert in_slices(unpublished) == set()
 
-    def test_it_publishes_it_until_the_last_offer_is_gone(self, node_of: Followed) -> None:
-        self.plan(node_of, self.ELSEWHERE)
-        assert in_slices(node_of) == {self.HELD, self.ELSEWHERE}
-        self.plan(node_of, held=(self.HELD, self.ELSEWHERE))
-        assert in_slices(node_of) == set()
+    def test_a_listed_device_brings_nothing_back_because_nobody_gets_it(self, unpublished: Followed) -> None:
+        plan_beside_offers(unpublished, listed=(self.LAST,))
+        assert in_slices(unpublished) == {self.LAST}
 
-    def test_a_listed_device_brings_nothing_back_because_nobody_gets_it(self, node_of: Followed) -> None:
-        self.plan(node_of, listed=(self.LAST,))
-        assert in_slices(node_of) == {self.LAST}
+    def test_an_offer_that_waits_for_a_newer_plan_brings_nothing_back(self, unpublished: Followed) -> None:
+        plan_beside_offers(unpublished, SMALL, held=())
+        assert in_slices(unpublished) == set()
+        plan_beside_offers(unpublished, SMALL, self.ELSEWHERE, held=())
+        assert in_slices(unpublished) == {self.ELSEWHERE}
 
-    def test_an_offer_that_waits_for_a_newer_plan_brings_nothing_back(self, node_of: Followed) -> None:
-        self.plan(node_of, SMALL, held=())
-        assert in_slices(node_of) == set()
-        self.plan(node_of, SMALL, self.ELSEWHERE, held=())
-        assert in_slices(node_of) == {self.ELSEWHERE}
-
-    def test_what_is_held_is_written_before_what_is_offered(self, node_of: Followed) -> None:
-        self.plan(node_of, "gpu-0-mig-1g10gb-4", "gpu-2-mig-1g10gb-0")
+    def test_what_is_held_is_written_before_what_is_offered(self, unpublished: Followed) -> None:
+        plan_beside_offers(unpublished, "gpu-0-mig-1g10gb-4", "gpu-2-mig-1g10gb-0")
         pool = Pool("node-a", "gpu.tessera.dev")
-        order = list(build_slices(pool, node_of.publish()))
+        order = list(build_slices(pool, unpublished.publish()))
         assert order == [
             pool.counter_slice(0),
             *(pool.device_slice(number) for number in (4, 6)),
