@@ -25,7 +25,7 @@ WITHOUT_CLUSTER = TESSERA_EXAMPLES=fast PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(RUN)/p
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-54 demo-curation demo-usage demo-helm image test test-all test-fast test-unit test-cluster test-smoke test-versions lint format size bench trace-prepare trace-decision bench-placement bench-refresh bench-fleet bench-scale bench-versions integration fuzz soak \
-	conformance conformance-allocator conformance-reasons manifests cluster-up cluster-down binaries env lock protocol clean
+	conformance conformance-allocator conformance-reasons conformance-upstream manifests cluster-up cluster-down binaries env lock protocol clean
 
 help: ## show this list
 	@echo "Tessera: NVIDIA GPUs for Kubernetes, partitioned on demand"
@@ -140,6 +140,9 @@ conformance-allocator: binaries ## compare the allocator of `tessera simulate` w
 
 conformance-reasons: binaries ## check on the real scheduler what is said of pending claims, by doing it (SITUATIONS=; 15 minutes, root)
 	@$(RUN)/python -m tests.conformance.reasons --situations $(SITUATIONS)
+
+conformance-upstream: binaries ## try Tessera with the scheduler as kubernetes#140806 would make it, and as it is (8 minutes, root)
+	@$(RUN)/python -m tests.conformance.upstream
 
 cluster-up: env ## start a local cluster and leave it running; print KUBECONFIG and its nodes (NAME=..., KUBE=...)
 	@$(RUN)/python -m tests.harness up --name $(NAME)

@@ -12,9 +12,10 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from driver.errors import EnvironmentFault
 from tests.harness.progress import Part, Progress
@@ -30,7 +31,10 @@ FAILURE_LINES = 25
 
 @dataclass(frozen=True)
 class Group:
-    """Programs built together. ``packages`` maps each to its import path; ``usual_s`` is on 2 cores, nothing cached."""
+    """Programs built together. ``packages`` maps each to its import path; ``usual_s`` is on 2 cores, nothing cached.
+
+    ``replaced`` maps modules to folders that are used instead of them.
+    """
 
     title: str
     module: str
@@ -39,6 +43,14 @@ class Group:
     stamps: dict[str, str]
     usual_s: float
     tags: str = ""
+    replaced: Mapping[str, Path] = field(default_factory=dict)
+
+
+class Download(NamedTuple):
+    """Where a module lies in Go's own cache, which is read-only."""
+
+    source: Path
+    go_mod: Path
 
 
 def groups(release: KubernetesRelease) -> tuple[Group, ...]:
@@ -75,6 +87,11 @@ def groups(release: KubernetesRelease) -> tuple[Group, ...]:
     )
 
 
+def library_version(kubernetes: str) -> str:
+    """The version in which the libraries of a Kubernetes version are published: v0.37.1 for "v1.37.1" or "1.37.1"."""
+    return f"v0.{kubernetes.removeprefix('v').split('.', 1)[1]}"
+
+
 def go_mod(group: Group, upstream: str) -> str:
     """The go.mod for building ``group``, given the module's own go.mod.
 
@@ -83,11 +100,12 @@ def go_mod(group: Group, upstream: str) -> str:
     """
     lines = re.findall(r"^(?:go|godebug) .+$", upstream, re.MULTILINE)
     staged = re.findall(r"^\s*(?:replace\s+)?(\S+) => \./staging/", upstream, re.MULTILINE)
-    library = f"v0.{group.version.removeprefix('v').split('.', 1)[1]}"
+    library = library_version(group.version)
     name = group.module.split("/")[1]
     text = [f"module tessera.local/{name}", "", *lines, f"require {group.module} {group.version}"]
     if staged:
-        text += ["replace (", *(f"\t{module} => {module} {library}" for module in staged), ")"]
+        instead = {module: f"{module} {library}" for module in staged} | {**group.replaced}
+        text += ["replace (", *(f"\t{module} => {other}" for module, other in instead.items()), ")"]
     return "\n".join(text) + "\n"
 
 
@@ -100,7 +118,7 @@ def build(group: Group, go: Path, workspace: Path, output: Path, progress: Progr
     log = workspace / "build.log"
     programs = ", ".join(group.packages)
     with progress.part(f"building {group.title} ({programs})", group.usual_s) as part, log.open("w") as handle:
-        upstream = _upstream_go_mod(group, go, log)
+        upstream = download(group.module, group.version, go).go_mod.read_text()
         (workspace / "go.mod").write_text(go_mod(group, upstream))
         stamps = [f"-X {name}={value}" for name, value in group.stamps.items()]
         command = [str(go), "build", "-v", "-trimpath", "-tags", group.tags, "-ldflags", " ".join(["-s -w", *stamps])]
@@ -122,13 +140,14 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "GOFLAGS": "-mod=mod", "CGO_ENABLED": "0", "GOTOOLCHAIN": "local", "GOWORK": "off"}
 
 
-def _upstream_go_mod(group: Group, go: Path, log: Path) -> str:
-    command = [str(go), "mod", "download", "-json", f"{group.module}@{group.version}"]
+def download(module: str, version: str, go: Path) -> Download:
+    """Download a module into Go's own cache. Raises EnvironmentFault with go's output."""
+    command = [str(go), "mod", "download", "-json", f"{module}@{version}"]
     answer = subprocess.run(command, cwd="/", env=_environment(), capture_output=True, text=True, check=False)
     if answer.returncode != 0:
-        log.write_text(answer.stderr + answer.stdout)
-        raise EnvironmentFault(_failure(group, log))
-    return Path(json.loads(answer.stdout)["GoMod"]).read_text()
+        raise EnvironmentFault(f"{module} {version} could not be downloaded:\n{answer.stderr}{answer.stdout}".rstrip())
+    found = json.loads(answer.stdout)
+    return Download(Path(found["Dir"]), Path(found["GoMod"]))
 
 
 def _run(command: list[str], workspace: Path, output: int, tick: Callable[[], None]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ COUNTABLE = ("--linger-s", "0.5", "--min-published", "none")
 
 
 @contextmanager
-def plugins(cluster: Cluster, names: list[str], flags: PluginFlags) -> Iterator[list[PluginProcess]]:
+def plugins(cluster: Cluster, names: Sequence[str], flags: PluginFlags) -> Iterator[list[PluginProcess]]:
     """Running node plugins, each for a Node object of its own."""
     found = []
     for name in names:

@@ -1,11 +1,11 @@
-"""Two small nodes, claims that come and go on them, and what must be true of all that whatever happens to whom."""
+"""Small nodes, claims that come and go on them, and what must be true of all that whatever happens to whom."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from controller.cluster.claim_index import PoolDevice
@@ -128,10 +128,10 @@ def _name(number: int, offer: Offer) -> str:
 
 
 @contextmanager
-def field(cluster: Cluster) -> Iterator[Field]:
-    """Two running nodes whose kubelets prepare what is allocated."""
+def field(cluster: Cluster, names: Sequence[str] = ("n1", "n2")) -> Iterator[Field]:
+    """Running nodes whose kubelets prepare what is allocated."""
     stop = threading.Event()
-    with plugins(cluster, ["n1", "n2"], PluginFlags(gpus=f"sim:{HARDWARE}", log_level="info")) as nodes:
+    with plugins(cluster, names, PluginFlags(gpus=f"sim:{HARDWARE}", log_level="info")) as nodes:
         kubelets = Kubelets(nodes)
         allocations = Allocations(cluster, HARDWARE, kubelets.changed)
         allocations.start(stop)

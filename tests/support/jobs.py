@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+
+import grpc
 
 from driver.errors import ApiError
 from kubelet_plugin.dra.protocol.generated import dra_v1_pb2
@@ -22,6 +24,9 @@ OVERLAPS = "overlaps"
 """In what the plugin says of a claim whose memory another claim has."""
 
 RETRY_S = 2.0
+
+ABSENT_S, AGAIN_S = 60.0, 0.2
+"""A plugin that was killed is started again."""
 
 
 class Kubelets:
@@ -88,7 +93,7 @@ class Kubelets:
         end = time.monotonic() + RETRY_S
         while True:
             try:
-                self._of(held).prepare(_claim(name, held))
+                _answered(self._of(held).prepare, _claim(name, held))
             except RuntimeError as error:
                 if OVERLAPS in str(error) and time.monotonic() < end:
                     self._never.wait(0.1)
@@ -99,13 +104,27 @@ class Kubelets:
             return True
 
     def _unprepare(self, name: str, held: Held) -> None:
-        self._of(held).unprepare(_claim(name, held))
+        _answered(self._of(held).unprepare, _claim(name, held))
         with self._lock:
             if self.prepared.get(name) == held:
                 del self.prepared[name]
 
     def _of(self, held: Held) -> Kubelet:
         return self._kubelets[held.devices[0].pool]
+
+
+def _answered(call: Callable[[dra_v1_pb2.Claim], float], claim: dra_v1_pb2.Claim) -> None:
+    """Call again and again while there is no plugin, as a kubelet does."""
+    end = time.monotonic() + ABSENT_S
+    while True:
+        try:
+            call(claim)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > end:
+                raise
+            time.sleep(AGAIN_S)
+        else:
+            return
 
 
 def _claim(name: str, held: Held) -> dra_v1_pb2.Claim:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,12 @@ def test_staged_libraries_are_replaced_by_their_published_versions() -> None:
 def test_a_single_replace_line_counts_too() -> None:
     text = go_mod(KUBERNETES, "go 1.26.0\nreplace k8s.io/api => ./staging/src/k8s.io/api\n")
     assert "\tk8s.io/api => k8s.io/api v0.37.1\n" in text
+
+
+def test_a_module_that_is_to_be_replaced_is_taken_from_its_folder() -> None:
+    text = go_mod(replace(KUBERNETES, replaced={"k8s.io/api": Path("/changed")}), UPSTREAM)
+    assert "\tk8s.io/api => /changed\n" in text
+    assert "\tk8s.io/component-base => k8s.io/component-base v0.37.1\n" in text
 
 
 def test_a_module_without_staging_needs_no_replace() -> None:
@@ -120,8 +128,14 @@ def fake_go(folder: Path, script: str) -> Path:
     return go
 
 
+def downloading(folder: Path) -> str:
+    """What a fake go does first: it answers the question where a module lies."""
+    (folder / "answer").write_text(json.dumps({"Dir": "/", "GoMod": "/etc/hostname"}))
+    return f'if [ "$1" = mod ]; then cat {folder}/answer; exit; fi'
+
+
 def test_a_failed_build_shows_the_end_of_the_output_and_where_the_rest_is(tmp_path: Path) -> None:
-    script = 'if [ "$1" = mod ]; then echo "{\\"GoMod\\": \\"$PWD/etc/hostname\\"}"; exit; fi; seq 1 100; exit 1'
+    script = f"{downloading(tmp_path)}; seq 1 100; exit 1"
     with pytest.raises(EnvironmentFault) as caught:
         build(ETCD, fake_go(tmp_path, script), tmp_path / "work", tmp_path / "out", SILENT)
     text = str(caught.value)
@@ -138,10 +152,7 @@ def test_a_failed_download_is_told_like_a_failed_build(tmp_path: Path) -> None:
 
 
 def test_etcd_gets_its_name(tmp_path: Path) -> None:
-    script = (
-        'if [ "$1" = mod ]; then echo "{\\"GoMod\\": \\"/etc/hostname\\"}"; exit; fi\n'
-        'while [ "$1" != -o ]; do shift; done; touch "$2/server"'
-    )
+    script = f'{downloading(tmp_path)}; while [ "$1" != -o ]; do shift; done; touch "$2/server"'
     build(ETCD, fake_go(tmp_path, script), tmp_path / "work", tmp_path, SILENT)
     assert (tmp_path / "etcd").exists()
 

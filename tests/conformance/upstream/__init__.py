@@ -1,0 +1,1 @@
+"""Changes of Kubernetes that may come, and whether Tessera works with them."""
