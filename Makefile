@@ -24,7 +24,7 @@ WORKERS = $(shell echo $$(($$(nproc) + 1)))
 WITHOUT_CLUSTER = TESSERA_EXAMPLES=fast PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(RUN)/pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-54 demo-curation demo-usage demo-helm image test test-all test-fast test-unit test-cluster test-smoke test-versions lint format size bench trace-prepare trace-decision bench-placement bench-refresh bench-fleet bench-scale bench-versions integration fuzz soak \
+.PHONY: help demo demo-54 demo-curation demo-usage demo-helm image test test-all test-fast test-unit test-cluster test-smoke test-versions lint format size bench trace-prepare trace-decision bench-placement bench-refresh bench-fleet bench-trace bench-scale bench-versions integration fuzz soak \
 	conformance conformance-allocator conformance-reasons conformance-upstream manifests cluster-up cluster-down binaries env lock protocol clean
 
 help: ## show this list
@@ -107,6 +107,10 @@ bench-placement: binaries ## compare ways to offer devices on the real scheduler
 
 bench-refresh: binaries ## measure how soon allocated offers are replaced on 100 nodes (5 minutes, root)
 	@$(RUN)/python -m tests.bench.placement.refresh
+
+SEEDS ?= 5
+bench-trace: binaries ## replay tasks of a public trace in the simulation and on the real scheduler (SEEDS=; 45 minutes, root)
+	@$(RUN)/python -m tests.bench.public_trace --seeds $(SEEDS) --plot docs/trace
 
 bench-fleet: binaries ## measure the controller with 1,000 simulated nodes, and a full resync of 5,000 (8 minutes, 8 GB, root)
 	@$(RUN)/python -m tests.bench.fleet --plot docs/fleet

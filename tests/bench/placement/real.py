@@ -83,7 +83,7 @@ class Before:
 
 @dataclass
 class Bench:
-    """One mode on one cluster."""
+    """One mode on one cluster. ``fates`` are known after the run."""
 
     cluster: Cluster
     mode: Mode
@@ -92,6 +92,7 @@ class Bench:
     patience_s: float
     slices: Writes = field(default_factory=Writes)
     plans: Writes = field(default_factory=Writes)
+    fates: Sequence[Fate] = ()
 
     def run(self) -> RealResult:
         with running_fleet(self.cluster, self.scenario.nodes, self.mode) as fleet, self._controller(fleet):
@@ -100,6 +101,7 @@ class Bench:
                 before = Before(self._writes(), self._cpu())
                 replay = Replay(client, self.trace, self.unit_s, fleet.admits, self.patience_s)
                 replay.run()
+                self.fates = replay.fates
                 return self._result(replay, fleet, before)
 
     @cached_property

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from controller.cluster.fleet import Fleet, FleetGpu
@@ -57,8 +57,8 @@ class Simulation:
         self._rng = random.Random(scenario.seed)
         self._ends: list[tuple[float, int, tuple[Device, ...]]] = []
 
-    def run(self) -> Outcome:
-        """Every arrival is admitted at once or turned away."""
+    def run(self, decided: Callable[[Arrival, bool, int], None] = lambda arrival, admitted, used: None) -> Outcome:
+        """Every arrival is admitted at once or turned away; ``decided`` is told, with the memory slices then held."""
         outcome = Outcome(slices=self._scenario.slices)
         now = 0.0
         for number, arrival in enumerate(self._scenario.trace()):
@@ -72,6 +72,7 @@ class Simulation:
             if counts:
                 outcome.arrived[arrival.request] += 1
                 outcome.admitted[arrival.request] += bool(devices)
+            decided(arrival, bool(devices), sum(self._used.values()))
         return outcome
 
     def _advance(self, since: float, until: float, outcome: Outcome | None) -> None:
