@@ -35,6 +35,10 @@ from driver.clock import Clock, soonest
 SHOWN_AGE = timedelta(seconds=5)
 """Age of a kept reason from which on people are told when it was found."""
 
+REST_FACTOR, MAX_REST_SECONDS = 20.0, 2.0
+"""For so many times as long as the last search took, claims keep their reasons: in a burst of pods, decisions are more
+urgent than news about each of them."""
+
 OVERDUE_SECONDS = 60.0
 """Time that a claim may be pending although a matching device is offered, unless a flag says otherwise."""
 
@@ -69,6 +73,8 @@ class ReasonFinder:
         self._sightings = Sightings(self._clock, watching=watching)
         self._last: dict[tuple[str, str], ClaimReason] = {}
         """The reasons of the last situation, by key and UID of the claim."""
+        self._rested_at = -math.inf
+        """When claims that have a reason are looked at again (monotonic)."""
         self.postponed = ""
         """The key of the first claim that keeps its last reason because the time is over; empty if there is none."""
 
@@ -76,7 +82,7 @@ class ReasonFinder:
     def next_s(self) -> float | None:
         """Seconds until a reason may change by time alone; None if none does."""
         if self.postponed:
-            return 0.0
+            return max(0.0, self._rested_at - self._clock.monotonic())
         return soonest(self._unplaced.next_s, self._sightings.next_s)
 
     def find(self, situation: Situation) -> Iterator[ClaimReason]:
@@ -98,7 +104,9 @@ class ReasonFinder:
         queued = {pending.key for pending in queue.pending}
         yield from (reason for key, reason in unplaced.items() if key not in queued)
         last, self._last = self._last, {}
-        until, now = self._clock.monotonic() + self._limit_seconds, self._clock.now()
+        began, now = self._clock.monotonic(), self._clock.now()
+        is_resting = began < self._rested_at
+        until = -math.inf if is_resting else began + self._limit_seconds
         first = next((place for place, claim in enumerate(queue.pending) if claim.key == self.postponed), 0)
         self.postponed = ""
         # First those that the last search had no time for.
@@ -117,6 +125,9 @@ class ReasonFinder:
             is_old = reason.found_at is not None and now - reason.found_at > SHOWN_AGE
             shown = reason if is_old else reason._replace(found_at=None)
             yield with_scheduler(shown, activity)
+        if not is_resting:
+            ended = self._clock.monotonic()
+            self._rested_at = ended + min(REST_FACTOR * (ended - began), MAX_REST_SECONDS)
 
 
 @dataclass(frozen=True)

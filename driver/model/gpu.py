@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Annotated
 
 from msgspec import Meta
@@ -182,7 +183,8 @@ ENGINES: Mapping[str, Callable[[Profile], int]] = {
 """The engines that distinguish profiles with and without media extensions."""
 
 
-def limits_of(profiles: Sequence[Profile]) -> tuple[Limit, ...]:
+@lru_cache(maxsize=1024)
+def limits_of(profiles: tuple[Profile, ...]) -> tuple[Limit, ...]:
     """The limits that memory slices do not imply; each costs the scheduler a counter."""
     found: list[Limit] = []
     for name, engines in ENGINES.items():

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from driver.clock import written_time
 from driver.model.device import SLICE_VALUE, Device, Monitor
-from driver.model.gpu import Gpu, Limit, MigMode, heaviest, limits_of
+from driver.model.gpu import Gpu, Limit, MigMode, Profile, heaviest, limits_of
 from driver.model.gpu_health import DeviceCondition
 from driver.model.offer import DeviceKind
 from driver.placement.ranking import order_offers
@@ -247,7 +248,13 @@ def consumption(device: Device, set_name: str, limits: Iterable[Limit]) -> list[
 
 def memory_of_gpu(gpu: Gpu) -> int:
     """The bytes that its devices take at most: its memory, but NVML rounds the memory of profiles on its own."""
-    return max(gpu.memory_bytes, heaviest(gpu.profiles, {profile.id: profile.memory_bytes for profile in gpu.profiles}))
+    return max(gpu.memory_bytes, _memory_of_partitions(gpu.profiles))
+
+
+@lru_cache(maxsize=1024)
+def _memory_of_partitions(profiles: tuple[Profile, ...]) -> int:
+    """The bytes that partitions of one GPU take at most."""
+    return heaviest(profiles, {profile.id: profile.memory_bytes for profile in profiles})
 
 
 def _memory_taken(device: Device) -> int:

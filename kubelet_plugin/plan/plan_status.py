@@ -82,8 +82,9 @@ class PlanReport:
     def _refused(self, plan: GpuNodePlan, publication: Publication) -> Iterator[str]:
         """One line for each offer of the plan that is not published, with the reason."""
         inventory = self.follower.inventory
-        devices = (device for gpu in inventory.gpus for device in inventory.devices_on(gpu))
-        by_offer = {device.offer: device for device in devices}
+        offering = {offer.gpu for offer in plan.spec.offered}
+        gpus = (gpu for gpu in inventory.gpus if gpu.uuid in offering)
+        by_offer = {device.offer: device for gpu in gpus for device in inventory.devices_on(gpu)}
         for text in plan.spec.offers:
             offer = Offer.parse(text)
             if offer is None or offer not in by_offer:

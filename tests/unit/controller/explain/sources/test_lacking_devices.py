@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -610,21 +611,42 @@ class Ticking(FakeClock):
         return super().monotonic()
 
 
+def counted(finder: ReasonFinder, gpus: int, claims: int, each: Callable[[], None] = lambda: None) -> dict[str, str]:
+    """Of how many GPUs each claim is told, while that many are full; ``each`` is called after each claim."""
+    there = Situation(node_of("a", *["full"] * gpus, gpus=gpus))
+    for number in range(claims):
+        there.wants(request(selector=FULL), name=str(number))
+    found: dict[str, str] = {}
+    for reason in finder.find(Now(there.queue)):
+        found[reason.pending.claim.metadata.name] = reason.sentence.split(" of ")[-1][0]
+        each()
+    return found
+
+
 def test_where_time_is_short_claims_keep_their_last_reason_until_they_have_their_turn() -> None:
-    finder = ReasonFinder(60, Ticking(), limit_seconds=1.5)  # time for one claim
+    clock = Ticking()
+    finder = ReasonFinder(60, clock, limit_seconds=1.5)  # time for one claim
 
-    def counted(gpus: int, claims: int) -> dict[str, str]:
-        there = Situation(node_of("a", *["full"] * gpus, gpus=gpus))
-        for number in range(claims):
-            there.wants(request(selector=FULL), name=str(number))
-        found = finder.find(Now(there.queue))
-        return {each.pending.claim.metadata.name: each.sentence.split(" of ")[-1][0] for each in found}
+    def counted_later(gpus: int, claims: int) -> dict[str, str]:
+        clock.advance(100)
+        return counted(finder, gpus, claims)
 
-    assert counted(2, 3) == {"0": "2", "1": "2", "2": "2"}
-    assert counted(3, 3) == {"0": "3", "1": "2", "2": "2"}
-    assert counted(4, 4) == {"0": "3", "1": "4", "2": "2", "3": "4"}
-    assert counted(5, 4) == {"0": "3", "1": "4", "2": "5", "3": "4"}
+    assert counted_later(2, 3) == {"0": "2", "1": "2", "2": "2"}
+    assert counted_later(3, 3) == {"0": "3", "1": "2", "2": "2"}
+    assert counted_later(4, 4) == {"0": "3", "1": "4", "2": "2", "3": "4"}
+    assert counted_later(5, 4) == {"0": "3", "1": "4", "2": "5", "3": "4"}
     assert finder.postponed == "default/3"
+
+
+def test_after_a_long_search_claims_keep_their_reasons_for_a_while_and_new_ones_get_theirs() -> None:
+    clock = FakeClock()
+    finder = ReasonFinder(60, clock)
+    assert counted(finder, 2, 2, lambda: clock.advance(0.01)) == {"0": "2", "1": "2"}
+    assert counted(finder, 3, 3) == {"0": "2", "1": "2", "2": "3"}
+    assert finder.next_s == pytest.approx(0.4)
+    clock.advance(0.5)
+    assert counted(finder, 3, 3) == {"0": "3", "1": "3", "2": "3"}
+    assert not finder.postponed
 
 
 def test_a_pod_with_a_shared_claim_is_told_of_its_other_claims_only() -> None:
