@@ -12,6 +12,8 @@ from tests.bench.public_trace.report import admitted, sizes_of
 from tests.bench.public_trace.tasks import GivenArrivals
 
 BOUND_COLOUR = "#222222"
+THINNED = 10
+"""Of the thousands of moments, every so many is drawn."""
 
 
 def draw_filling(scenario: GivenArrivals, steps: Mapping[str, Sequence[Decided]], path: Path) -> None:
@@ -25,7 +27,7 @@ def draw_filling(scenario: GivenArrivals, steps: Mapping[str, Sequence[Decided]]
         first = next((number for number, step in enumerate(found) if not step.admitted), None)
         if first is not None:
             axes.plot(asked(scenario)[first], found[first].held, "x", color=colour)
-    axes.set(xlabel="memory slices asked for, of those there are", ylabel="held", xlim=(0.6, None), ylim=(0.6, 1.0))
+    axes.set(xlabel="memory slices asked for, of those there are", ylabel="held", xlim=(0.4, 1.3), ylim=(0.4, 1.0))
     _finish(axes)
     figure.suptitle(f"Tasks of the public trace that never end, {scenario.nodes} nodes of 8 H100")
     save(figure, path)
@@ -44,7 +46,8 @@ def draw_churn(
     sizes = sizes_of(results)
     width = 0.8 / len(results)
     for number, ((name, found), colour) in enumerate(zip(steps.items(), _colours(steps), strict=True)):
-        left.plot([step.at for step in found], [step.held for step in found], label=name, **_style(name, colour))
+        drawn = found[::THINNED]
+        left.plot([step.at for step in drawn], [step.held for step in drawn], label=name, **_style(name, colour))
         places = [at + (number - (len(results) - 1) / 2) * width for at in range(len(sizes))]
         right.bar(places, [admitted(results[name], size) for size in sizes], width, color=colour)
     left.axvline(scenario.trace()[scenario.warm_up].at, color="#bbbbbb", linewidth=0.8)
@@ -63,7 +66,9 @@ def _colours(steps: Mapping[str, Sequence[Decided]]) -> list[str]:
 
 
 def _style(name: str, colour: str) -> dict[str, Any]:
-    return {"color": colour, "linewidth": 1.0, "linestyle": "--" if name == BOUND else "-"}
+    """The bound lies below the others, so that what reaches it can be seen."""
+    is_bound = name == BOUND
+    return {"color": colour, "linewidth": 1.0, "linestyle": "--" if is_bound else "-", "zorder": 1 if is_bound else 2}
 
 
 def _finish(axes: Any) -> None:
