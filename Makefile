@@ -125,7 +125,7 @@ integration: env binaries ## test with the real Kueue, cluster-autoscaler and Pr
 	@$(RUN)/python -m tests.integration
 
 OBJECTS ?= 1000000
-fuzz: env ## feed hostile API objects to the controller and commands (OBJECTS=; an hour per million)
+fuzz: env ## feed hostile API objects to the controller and commands (OBJECTS=; half an hour per million)
 	@$(RUN)/python -m tests.fuzz --objects $(OBJECTS)
 
 DURATION ?= 600

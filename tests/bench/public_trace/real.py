@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tests.bench.placement.fleet import Mode
 from tests.bench.placement.real import Bench
-from tests.bench.placement.replay import PATIENCE_S
 from tests.bench.public_trace.replays import Decided, Filling, filling
 from tests.bench.public_trace.tasks import GivenArrivals
 from tests.harness.progress import Progress
@@ -14,6 +13,10 @@ from tests.support.control_plane import control_plane
 MODES = (Mode.LOWEST_START, Mode.BEST_FIRST, Mode.CURATED)
 RATE = 10.0
 """Arrivals a second."""
+
+PATIENCE_S = 10.0
+"""Whoever waits longer is refused. Nothing ends, so what does not fit then never will; the scheduler tries pods again
+after pauses that double from a second on."""
 
 
 def filled(scenario: GivenArrivals, mode: Mode, progress: Progress) -> Filling:
