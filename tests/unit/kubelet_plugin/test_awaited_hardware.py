@@ -33,7 +33,7 @@ from tests.support.killable import KillablePlugin, Point, Zygote
 from tests.support.kubelet import AnswerError, KnownClaim, Kubelet
 
 FULL, SHARE, PARTITION = "gpu-1", "gpu-2-share-0", "gpu-0-mig-1g10gb-6"
-THERE = "the NVIDIA driver is there"
+THERE, SERVING = "the NVIDIA driver is there", " serving "
 pytestmark = pytest.mark.long
 
 NOT_LOADED = r"NVML says DRIVER_NOT_LOADED \(9, the nvidia kernel module is not loaded\)"
@@ -90,6 +90,8 @@ class Site:
         self.node.faults.clear()
         self.kubelet.part()
         wait_for(lambda: self.plugin.log().count(THERE) > before, 60, "the plugin finds the driver")
+        # Until then the socket of the plugin that waited may still be there, and cancels calls when it goes.
+        wait_for(lambda: SERVING in self.plugin.log().rpartition(THERE)[2], 60, "the plugin serves the kubelet anew")
         self.kubelet.meet()
 
     def left(self) -> list[str]:
