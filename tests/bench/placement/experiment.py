@@ -8,6 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
+from driver.model.gpu import Gpu
 from driver.placement.measure import CLIQUE_CLASS
 from tests.bench.placement.policies import BestFirst, Curated, LowestStart, Policy, curated
 from tests.bench.placement.simulation import Outcome, Simulation, pooled
@@ -60,11 +61,15 @@ class Result:
         return float((spread / max(seeds - 1, 1) / seeds) ** 0.5)
 
 
+def plain_gpu() -> Gpu:
+    """A GPU of PRODUCT with the profiles of the reference: those without media extensions."""
+    gpu = gpu_of(PRODUCT)
+    return replace(gpu, profiles=tuple(profile for profile in gpu.profiles if "+" not in profile.name))
+
+
 def scenarios(arrivals: int, seeds: int) -> list[Scenario]:
     """The first quarter of the arrivals warms up; the profiles are the six of the reference."""
-    gpu = gpu_of(PRODUCT)
-    plain = tuple(profile for profile in gpu.profiles if "+" not in profile.name)
-    base = Scenario(MIXES[0], replace(gpu, profiles=plain), arrivals=arrivals, warm_up=arrivals // 4)
+    base = Scenario(MIXES[0], plain_gpu(), arrivals=arrivals, warm_up=arrivals // 4)
     return [replace(base, mix=mix, seed=seed + 1) for mix in (*MIXES, WITH_TRAINING) for seed in range(seeds)]
 
 

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -35,7 +35,6 @@ from tests.harness.processes import ProcessTable
 from tests.support.chart import install
 from tests.support.control_plane import control_plane
 from tests.support.controller import ControllerProcess
-from tests.support.gpus import gpu_of
 from tests.support.plugin import SLICES
 
 SETTLED_S = 180.0
@@ -188,11 +187,9 @@ def _waited_ms(fate: Fate) -> float:
 
 def scenario_of(mix: str, arrivals: int, nodes: int) -> Scenario:
     """The first third fills the cluster and doesn't count; the profiles are the six of the reference."""
-    gpu = gpu_of(experiment.PRODUCT)
-    plain = tuple(profile for profile in gpu.profiles if "+" not in profile.name)
     [chosen] = [each for each in (*MIXES, WITH_TRAINING) if each.name == mix]
     warm_up = arrivals // 3
-    return Scenario(chosen, replace(gpu, profiles=plain), nodes, arrivals=arrivals, warm_up=warm_up)
+    return Scenario(chosen, experiment.plain_gpu(), nodes, arrivals=arrivals, warm_up=warm_up)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -50,7 +50,7 @@ def main(
     with ProcessPoolExecutor(processes) as pool:
         with progress.part("inflation in the simulation", 10.0 * seeds) as part:
             steps = _replays(pool, fleets, part)
-        fillings = {name: list(map(filling, found)) for name, found in steps.items()}
+        fillings = {name: list(map(filling, by_seed)) for name, by_seed in steps.items()}
         results["inflation"] = fillings
         click.echo(f"Inflation, {where}\n{report.fillings(fillings)}\n")
         if pictures:
@@ -59,15 +59,17 @@ def main(
             churned = [churn(chosen, nodes, seed, load) for seed in numbers]
             with progress.part(f"churn in the simulation, load {load:g}", 150.0 * seeds) as part:
                 steps = _replays(pool, churned, part)
-            means = {name: [churning(each, churned[0].warm_up) for each in found] for name, found in steps.items()}
-            results[f"churn {load:g}"] = {name: list(map(_plain, found)) for name, found in means.items()}
+            means = {
+                name: [churning(tasks, churned[0].warm_up) for tasks in by_seed] for name, by_seed in steps.items()
+            }
+            results[f"churn {load:g}"] = {name: list(map(_plain, by_seed)) for name, by_seed in means.items()}
             click.echo(f"Churn at load {load:g}, {where}\n{report.churnings(means)}\n")
             if pictures and load == LOADS[0]:
                 plot.draw_churn(churned[0], _first(steps), means, pictures.with_name(f"{pictures.name}-churn"))
     if real:
-        found = {mode.value: [filled(fleet, mode, progress) for fleet in fleets] for mode in MODES}
-        results["inflation on the real scheduler"] = found
-        table = report.fillings({**found, BOUND: fillings[BOUND]})
+        scheduled = {mode.value: [filled(fleet, mode, progress) for fleet in fleets] for mode in MODES}
+        results["inflation on the real scheduler"] = scheduled
+        table = report.fillings({**scheduled, BOUND: fillings[BOUND]})
         click.echo(f"Inflation on the real scheduler, {where}\n{table}")
     if output:
         output.write_text(json.dumps(results, indent=1) + "\n")
@@ -76,21 +78,21 @@ def main(
 def _replays(pool: ProcessPoolExecutor, fleets: Sequence[GivenArrivals], part: Part) -> Steps:
     """Every way to decide on every fleet."""
     futures = {name: [pool.submit(replay, name, fleet) for fleet in fleets] for name in REPLAYS}
-    found: Steps = {}
+    steps: Steps = {}
     for name, pending in futures.items():
-        found[name] = [future.result() for future in pending]
+        steps[name] = [future.result() for future in pending]
         part.tick(name)
-    return found
+    return steps
 
 
 def _first(steps: Steps) -> dict[str, list[Decided]]:
     """What became of the tasks with the first seed."""
-    return {name: found[0] for name, found in steps.items()}
+    return {name: by_seed[0] for name, by_seed in steps.items()}
 
 
-def _plain(found: Churning) -> Mapping[str, object]:
+def _plain(means: Churning) -> Mapping[str, object]:
     """For JSON."""
-    return {**found._asdict(), "by_request": {str(size): part for size, part in found.by_request.items()}}
+    return {**means._asdict(), "by_request": {str(size): part for size, part in means.by_request.items()}}
 
 
 if __name__ == "__main__":

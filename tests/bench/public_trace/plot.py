@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.placement.plot import COLOURS, save
-from tests.bench.public_trace.replays import BOUND, Churning, Decided, asked
+from tests.bench.public_trace.replays import BOUND, Churning, Decided, asked, first_refusal
 from tests.bench.public_trace.report import admitted, sizes_of
 from tests.bench.public_trace.tasks import GivenArrivals
 
@@ -22,11 +22,12 @@ def draw_filling(scenario: GivenArrivals, steps: Mapping[str, Sequence[Decided]]
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    for (name, found), colour in zip(steps.items(), _colours(steps), strict=True):
-        axes.plot(asked(scenario), [step.held for step in found], label=name, **_style(name, colour))
-        first = next((number for number, step in enumerate(found) if not step.admitted), None)
+    demand = asked(scenario)
+    for (name, tasks), colour in zip(steps.items(), _colours(steps), strict=True):
+        axes.plot(demand, [task.held for task in tasks], label=name, **_style(name, colour))
+        first = first_refusal(tasks)
         if first is not None:
-            axes.plot(asked(scenario)[first], found[first].held, "x", color=colour)
+            axes.plot(demand[first], tasks[first].held, "x", color=colour)
     axes.set(xlabel="memory slices asked for, of those there are", ylabel="held", xlim=(0.4, 1.3), ylim=(0.4, 1.0))
     _finish(axes)
     figure.suptitle(f"Tasks of the public trace that never end, {scenario.nodes} nodes of 8 H100")
@@ -45,9 +46,9 @@ def draw_churn(
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.2), width_ratios=(3, 2), layout="constrained")
     sizes = sizes_of(results)
     width = 0.8 / len(results)
-    for number, ((name, found), colour) in enumerate(zip(steps.items(), _colours(steps), strict=True)):
-        drawn = found[::THINNED]
-        left.plot([step.at for step in drawn], [step.held for step in drawn], label=name, **_style(name, colour))
+    for number, ((name, tasks), colour) in enumerate(zip(steps.items(), _colours(steps), strict=True)):
+        drawn = tasks[::THINNED]
+        left.plot([task.at for task in drawn], [task.held for task in drawn], label=name, **_style(name, colour))
         places = [at + (number - (len(results) - 1) / 2) * width for at in range(len(sizes))]
         right.bar(places, [admitted(results[name], size) for size in sizes], width, color=colour)
     left.axvline(scenario.trace()[scenario.warm_up].at, color="#bbbbbb", linewidth=0.8)

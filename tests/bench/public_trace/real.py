@@ -15,8 +15,8 @@ RATE = 10.0
 """Arrivals a second."""
 
 PATIENCE_S = 10.0
-"""Whoever waits longer is refused. Nothing ends, so what does not fit then never will; the scheduler tries pods again
-after pauses that double from a second on."""
+"""A pod that waits longer is refused. Nothing ends, so what does not fit then never will; the scheduler tries pods
+again after pauses that double from a second on."""
 
 
 def filled(scenario: GivenArrivals, mode: Mode, progress: Progress) -> Filling:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
-from driver.model.gpu import Gpu
 from tests.bench.placement.policies import BestFirst, LowestStart, Policy, curated
 from tests.bench.placement.simulation import Simulation
 from tests.bench.placement.trace import Arrival, Request
@@ -19,7 +19,7 @@ BOUND = "everything movable (bound)"
 REPLAYS = (ALONE, STANDALONE, CURATED, BOUND)
 
 OFFERS = 2
-"""Of each kind, as many as the product offers while nobody waits."""
+"""The number of offers of each kind without pending claims, as in the product."""
 
 
 class Decided(NamedTuple):
@@ -82,10 +82,15 @@ def _everything_movable(scenario: GivenArrivals) -> list[Decided]:
     return steps
 
 
+def first_refusal(steps: Sequence[Decided]) -> int | None:
+    """The position of the first task that was refused; None if none was."""
+    return next((number for number, step in enumerate(steps) if not step.admitted), None)
+
+
 def filling(steps: Sequence[Decided]) -> Filling:
     """Of tasks that never end."""
-    first = next((number for number, step in enumerate(steps) if not step.admitted), len(steps))
-    before = steps[first - 1].held if first else 0.0
+    first = first_refusal(steps)
+    before = 0.0 if first == 0 else steps[-1 if first is None else first - 1].held
     return Filling(before, steps[-1].held, sum(not step.admitted for step in steps))
 
 
@@ -100,9 +105,5 @@ def churning(steps: Sequence[Decided], warm_up: int) -> Churning:
 
 def asked(scenario: GivenArrivals) -> list[float]:
     """Which part of the fleet has been asked for after each task that never ends."""
-    gpu: Gpu = scenario.gpu
-    total, found = 0, []
-    for arrival in scenario.trace():
-        total += arrival.request.slices(gpu)
-        found.append(total / scenario.slices)
-    return found
+    totals = accumulate(arrival.request.slices(scenario.gpu) for arrival in scenario.trace())
+    return [total / scenario.slices for total in totals]

@@ -15,11 +15,11 @@ def fillings(results: Mapping[str, Sequence[Filling]]) -> str:
     rows = [
         [
             name,
-            f"{mean(each.before_refusal for each in found):.3f}",
-            f"{mean(each.end for each in found):.3f}",
-            f"{mean(each.refused for each in found):.1f}",
+            f"{mean(seed.before_refusal for seed in seeds):.3f}",
+            f"{mean(seed.end for seed in seeds):.3f}",
+            f"{mean(seed.refused for seed in seeds):.1f}",
         ]
-        for name, found in results.items()
+        for name, seeds in results.items()
     ]
     return columns(["WHO DECIDES", "HELD AT FIRST REFUSAL", "HELD AT THE END", "REFUSED"], rows)
 
@@ -30,21 +30,21 @@ def churnings(results: Mapping[str, Sequence[Churning]]) -> str:
     rows = [
         [
             name,
-            f"{mean(each.held for each in found):.3f}",
-            f"{mean(each.admitted for each in found):.4f}",
-            *(f"{admitted(found, size):.3f}" for size in sizes),
+            f"{mean(seed.held for seed in seeds):.3f}",
+            f"{mean(seed.admitted for seed in seeds):.4f}",
+            *(f"{admitted(seeds, size):.3f}" for size in sizes),
         ]
-        for name, found in results.items()
+        for name, seeds in results.items()
     ]
     return columns(["WHO DECIDES", "HELD", "ADMITTED", *map(str, sizes)], rows)
 
 
 def sizes_of(results: Mapping[str, Sequence[Churning]]) -> list[Request]:
     """The requests of all results, partitions first."""
-    requests = {request for found in results.values() for each in found for request in each.by_request}
+    requests = {request for seeds in results.values() for seed in seeds for request in seed.by_request}
     return sorted(requests, key=lambda request: (request.count, request.key.profile is None, str(request.key)))
 
 
-def admitted(found: Sequence[Churning], size: Request) -> float:
+def admitted(seeds: Sequence[Churning], size: Request) -> float:
     """The admitted part of the requests of one size, on average over the seeds in which there were any."""
-    return mean(each.by_request[size] for each in found if size in each.by_request)
+    return mean(seed.by_request[size] for seed in seeds if size in seed.by_request)

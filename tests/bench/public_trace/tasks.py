@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from driver.model.offer import FULL, DeviceKind, OfferKind
-from tests.bench.placement.experiment import PRODUCT
+from tests.bench.placement.experiment import plain_gpu
 from tests.bench.placement.trace import NODE_GPUS, Arrival, Mix, Request, Scenario
-from tests.support.gpus import gpu_of
 
 FILE = Path(__file__).with_name("tasks.csv")
 WHOLE = 1000
@@ -109,10 +108,9 @@ def _kind(milli: int, rule: Rule) -> OfferKind:
     return OfferKind(DeviceKind.PARTITION, profile) if profile else FULL
 
 
-def _scenario(nodes: int, seed: int) -> Scenario:
-    gpu = gpu_of(PRODUCT)
-    plain = tuple(profile for profile in gpu.profiles if "+" not in profile.name)
-    return Scenario(Mix("public trace", {}), replace(gpu, profiles=plain), nodes, warm_up=0, seed=seed)
+def _scenario(nodes: int, seed: int) -> GivenArrivals:
+    """Without arrivals."""
+    return GivenArrivals(Mix("public trace", {}), plain_gpu(), nodes, warm_up=0, seed=seed)
 
 
 def _shuffled(rule: Rule, seed: int) -> list[Task]:
@@ -121,13 +119,11 @@ def _shuffled(rule: Rule, seed: int) -> list[Task]:
     return drawn
 
 
-def _given(base: Scenario, arrivals: Sequence[Arrival]) -> GivenArrivals:
+def _given(base: GivenArrivals, arrivals: Sequence[Arrival]) -> GivenArrivals:
     counts = Counter(arrival.request for arrival in arrivals)
     order = sorted(counts, key=lambda request: request.slices(base.gpu))
     mix = Mix(base.mix.name, {request: counts[request] / len(arrivals) for request in order})
-    return GivenArrivals(
-        mix, base.gpu, base.nodes, arrivals=len(arrivals), warm_up=0, seed=base.seed, given=tuple(arrivals)
-    )
+    return replace(base, mix=mix, arrivals=len(arrivals), given=tuple(arrivals))
 
 
 def gpus_of(scenario: Scenario) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 from random import Random
 from typing import Self
 
@@ -22,7 +23,7 @@ BATCH = 40
 in the end more are there than fit."""
 
 SERVED_S = 120.0
-"""When nobody who waits could be served any more, at the latest: processes start again meanwhile."""
+"""Longest time until no pending pod has room anywhere; processes restart within it."""
 
 
 class Churn:
@@ -60,7 +61,11 @@ class Churn:
                 asked += 1
             self._kill()
             try:
-                wait_for(lambda: not self._could_be_served(), SERVED_S, "nobody waits who could be served")
+                wait_for(
+                    lambda: not self._could_be_served(),
+                    SERVED_S,
+                    "no pending pod has room, and all that is allocated is prepared",
+                )
             except DeadlineError as error:
                 self._stuck = [f"{error}: {', '.join(sorted(self._could_be_served()))}"]
                 return
@@ -68,11 +73,11 @@ class Churn:
             part.tick(f"{self._bound.total()} of {pods} were bound, {self._kills.total()} kills")
 
     def problems(self) -> list[str]:
-        found = self._stuck + self._there.allocations.overlaps + self._there.allocations.touched
-        found += [f"{name} was refused: {why}" for name, why in self._there.kubelets.refused.items()]
+        problems = self._stuck + self._there.allocations.overlaps + self._there.allocations.touched
+        problems += [f"{name} was refused: {why}" for name, why in self._there.kubelets.refused.items()]
         if not self._there.allocations.unpublished or not self._most_waited:
-            found.append("no GPU with held devices left its slices, or nobody ever waited: nothing was tried")
-        return found
+            problems.append("no GPU with held devices left its slices, or nobody ever waited: nothing was tried")
+        return problems
 
     def summary(self) -> str:
         bound = ", ".join(f"{count} {name}" for name, count in self._bound.most_common())
@@ -99,7 +104,7 @@ class Churn:
         return [name for name in self._classes if not self._there.allocations.of(name)]
 
     def _could_be_served(self) -> list[str]:
-        """Who waits for what would fit beside what all others have, and who has a device that is not prepared."""
+        """The pending pods whose device would fit beside all held ones, and the pods whose device is not prepared."""
         waiting, ready = set(self._waiting()), self._there.kubelets.settled
         fitting = {device_class for device_class in PROFILES if self._fits(device_class)}
         return [
@@ -112,11 +117,13 @@ class Churn:
         """Whether a GPU of any node has room for a device of that class."""
         devices = devices_by_name(HARDWARE)
         held: dict[tuple[str, str], list[Device]] = {}
-        for given in (each for some in self._there.allocations.held().values() for each in some):
+        for given in chain.from_iterable(self._there.allocations.held().values()):
             device = devices[given.device]
             held.setdefault((given.pool, device.gpu.uuid), []).append(device)
         wanted = [
-            each for each in devices.values() if (each.profile.name if each.profile else "") == PROFILES[device_class]
+            device
+            for device in devices.values()
+            if (device.profile.name if device.profile else "") == PROFILES[device_class]
         ]
         pools = [f"{plugin.node.name}-{DRIVER}" for plugin in self._there.nodes]
         return any(
