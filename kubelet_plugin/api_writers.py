@@ -11,7 +11,7 @@ from typing import Any
 
 from driver.kube.client import ApiReach, KubeClient, load_configuration
 from driver.kube.events import Recorder
-from driver.kube.reads import owner_reference
+from driver.kube.typed_reads import owner_reference
 from driver.model.device import Device
 from driver.model.plan import PlanSpec
 from driver.slices.api_server_fields import KeptFields
@@ -20,10 +20,9 @@ from driver.slices.publisher import PresentSlices, Publisher, SliceStep, SliceWr
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.claim_stores import ClaimStores
-from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
 from kubelet_plugin.coexistence.other_drivers import OtherDriverWatch
 from kubelet_plugin.dra.registration import Registration
-from kubelet_plugin.health.monitor import HealthMonitor
+from kubelet_plugin.health.device_health import HealthMonitor
 from kubelet_plugin.metrics.metrics_interface import Measurements
 from kubelet_plugin.plan.follower import PlanFollower
 from kubelet_plugin.plan.instructions import WatchedInstructions
@@ -34,6 +33,7 @@ from kubelet_plugin.reconcile.uninstall import Uninstall
 from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.status.claim_status import StatusWriter, device_statuses
 from kubelet_plugin.status.events import PluginEvents
+from kubelet_plugin.step_names import NodeStep, StepRunner
 
 NODE_USER_AGENT = "tessera-node"
 

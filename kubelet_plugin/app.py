@@ -19,7 +19,7 @@ from driver.http import Check
 from driver.kube.types import Claim
 from driver.model.device import number_gpus
 from driver.shutdown import join_all
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 from driver.step_observer import unobserved
 from kubelet_plugin.api_writers import Publishing, api_access
 from kubelet_plugin.awaited_hardware import AwaitedHardware
@@ -32,7 +32,6 @@ from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
 from kubelet_plugin.checkpoint.known_gpus import KnownGpus
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, held_shares
 from kubelet_plugin.claims.claim_stores import ClaimStores
-from kubelet_plugin.claims.killable_steps import NodeStep, Observer, StepRunner
 from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.preparer import ClaimReader, Preparer
 from kubelet_plugin.claims.time_slices import TimeSlices
@@ -40,7 +39,7 @@ from kubelet_plugin.coexistence.other_drivers import OtherDriverWatch
 from kubelet_plugin.dra.health_service import HealthService
 from kubelet_plugin.dra.service import DraService
 from kubelet_plugin.dra.sockets import PluginSockets, serve_kubelet
-from kubelet_plugin.health.monitor import HealthMonitor
+from kubelet_plugin.health.device_health import HealthMonitor
 from kubelet_plugin.health.recorded_faults import HealthFile
 from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
 from kubelet_plugin.inventory.open_hardware import open_host, require_driver_files
@@ -50,12 +49,13 @@ from kubelet_plugin.metrics import probes
 from kubelet_plugin.metrics.metrics_interface import Measurements
 from kubelet_plugin.plan.memory import PlanFile
 from kubelet_plugin.reconcile.background_work import BackgroundWork, ClaimActivity
-from kubelet_plugin.reconcile.node_checks import NodeChecks, OutdatedClaims
 from kubelet_plugin.reconcile.orphans import Orphans
+from kubelet_plugin.reconcile.pod_prerequisites import NodeChecks, OutdatedClaims
 from kubelet_plugin.reconcile.recovery import ClaimReconciler, recover
 from kubelet_plugin.reconcile.trials import Trials
 from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.status.events import EventReason
+from kubelet_plugin.step_names import NodeStep, Observer, StepRunner
 from kubelet_plugin.upgrade.instance_lock import claim_directory
 
 if TYPE_CHECKING:

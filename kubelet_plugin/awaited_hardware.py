@@ -20,7 +20,7 @@ from driver.http import Check, health_pages, serve
 from driver.kube.client import ApiReach
 from driver.model.gpu import Gpu
 from driver.model.plan import NodeConditionType
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 from kubelet_plugin.api_writers import api_access
 from kubelet_plugin.cdi.driver_files import DriverFiles
 from kubelet_plugin.cdi.spec_files import CdiDirectory
@@ -29,7 +29,6 @@ from kubelet_plugin.changes import ChangeNotifier, GpuChange, HardwareOutcomes, 
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
 from kubelet_plugin.checkpoint.records import Checkpoint
 from kubelet_plugin.claims.claim_stores import ClaimStores
-from kubelet_plugin.claims.killable_steps import NodeStep, Observer, StepRunner
 from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.preparer import ClaimReader, Preparer
 from kubelet_plugin.claims.time_slices import TimeSlices
@@ -43,6 +42,7 @@ from kubelet_plugin.metrics.metrics_interface import Measurements
 from kubelet_plugin.plan.plan_status import ConditionsWriter
 from kubelet_plugin.reconcile.recovery import tidy_specs
 from kubelet_plugin.settings import NodeSettings
+from kubelet_plugin.step_names import NodeStep, Observer, StepRunner
 
 log = logging.getLogger(__name__)
 

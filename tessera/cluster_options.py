@@ -15,7 +15,7 @@ from driver.errors import NOT_FOUND, EnvironmentFault, UsageError, accepted_stat
 from driver.kube.client import KubeClient
 from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING
 from driver.kube.credentials import POD, Access, load_configuration
-from driver.kube.reads import read_all
+from driver.kube.typed_reads import read_all
 from driver.kube.types import GpuNodePlan
 from driver.model.plan import PATH
 

@@ -11,7 +11,7 @@ from driver.clock import read_time
 from driver.errors import UsageError
 from driver.kube.slice_types import ResourceSlice, SliceDevice
 from driver.kube.types import GpuNodePlan
-from driver.model.gpu_health import ConditionType
+from driver.model.gpu_events_and_conditions import ConditionType
 from driver.model.plan import ClearedFaults
 from driver.slices.build import UNHEALTHY
 from tessera.gpu_sources import readable_reports

@@ -19,8 +19,8 @@ from controller.cluster.claim_index import ClaimIndex, ClusterState, PoolDevice
 from controller.cluster.node_views import NodeChanges, NodeView, NodeViews, PoolPart, PublishedSlice
 from controller.cluster.optional_resources import OptionalCache, device_taint_rules, pod_groups
 from driver.kube.client import KubeClient
-from driver.kube.reads import RESOURCE_GROUP
 from driver.kube.slice_types import ResourceSlice
+from driver.kube.typed_reads import RESOURCE_GROUP
 from driver.kube.types import (
     Allocation,
     Claim,
@@ -41,7 +41,7 @@ from driver.kube.types import (
 from driver.kube.watch_cache import Change, WatchCache
 from driver.model.plan import KIND, PATH, Held, NodeConditionType, PlanStatus
 from driver.slices.build import CLOSED as NOT_OFFERED
-from driver.slices.pool_names import MONITORS, Pool
+from driver.slices.slice_names import MONITORS, Pool
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from controller.cluster.optional_resources import listing_error
 from driver.errors import NOT_FOUND
 from driver.kube.client import KubeClient
-from driver.kube.reads import RESOURCE_GROUP
+from driver.kube.typed_reads import RESOURCE_GROUP
 from driver.kube.types import (
     ClaimSpec,
     ClaimTemplate,

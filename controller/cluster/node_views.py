@@ -14,7 +14,7 @@ from controller.cluster.node_use_labels import UNDEDICATED, Dedication, dedicati
 from driver.kube.slice_types import newest_generation
 from driver.kube.types import PAUSED, GpuNodePlan, Node
 from driver.model.plan import Held, NodeConditionType, PlanMode, PlanStatus
-from driver.slices.pool_names import MONITORS, Pool
+from driver.slices.slice_names import MONITORS, Pool
 
 UNREACHABLE_TAINTS = frozenset({"node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"})
 """Taints of a node on which no new pod can start: nothing is offered there."""

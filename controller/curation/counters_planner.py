@@ -17,9 +17,9 @@ from typing import NamedTuple
 from controller.cluster.device_index import DeviceIndex
 from controller.cluster.fleet import Fleet
 from controller.curation.offer_draft import STICKINESS, OfferDraft
-from controller.curation.overdue_claims import WiderOffers
 from controller.curation.planner import PlannedOffers
 from controller.curation.ranked_fleet import NO_CANDIDATES, FleetPlace, RankedFleet
+from controller.curation.wider_offers import WiderOffers
 from controller.demand.demand import Demand, Eligible, demand_of
 from controller.demand.device_search import ROUNDING
 from controller.demand.pending_claims import Queue

@@ -15,10 +15,10 @@ from collections.abc import Collection, Iterable, Mapping
 
 from controller.cluster.device_index import DeviceIndex
 from controller.curation.offer_draft import STICKINESS, OfferDraft
-from controller.curation.overdue_claims import WiderOffers
 from controller.curation.planner import PlannedOffers
 from controller.curation.ranked_fleet import FleetPlace, RankedFleet
 from controller.curation.reservation import Reservations, Reserved, without
+from controller.curation.wider_offers import WiderOffers
 from controller.demand.demand import Eligible
 from controller.demand.device_search import Budget, choose_devices
 from controller.demand.feasibility import Nodes, SelectedKind
@@ -61,7 +61,7 @@ class DisjointPlanner:
     ) -> PlannedOffers:
         """The plan, which depends on the arguments only. ``published`` are the present offers.
 
-        ``only_on``: by key of a claim that offers did not help (``controller.curation.overdue_claims``), the nodes to
+        ``only_on``: by key of a claim that offers did not help (``controller.curation.wider_offers``), the nodes to
         plan on.
         """
         fleet = without(queue.feasibility.fleet, reserved)

@@ -46,7 +46,7 @@ def demand_of(queue: Queue, widened: Mapping[str, Nodes] = NONE) -> list[Demand]
     Offers for the pods of a gang that are still to be created must stand when the scheduler first tries: it tries again
     after a second, and then ever later. Claims for one device with the same eligible GPUs make one demand.
 
-    ``widened``: by key of a claim, the nodes that offer all matching devices (``controller.curation.overdue_claims``).
+    ``widened``: by key of a claim, the nodes that offer all matching devices (``controller.curation.wider_offers``).
     """
     placeable = (pending for pending in queue.pending if pending.key not in queue.held_back)
     demands = [demand for pending in placeable for demand in _of_claim(queue, pending)]

@@ -42,7 +42,7 @@ from driver.kube.types import (
     Pod,
     Request,
 )
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from driver.config.shared_flags import SUBDOMAIN
 from driver.errors import CONFLICT, NOT_FOUND, ApiError
 from driver.kube.client import SERVER_ERROR, KubeClient
 from driver.kube.events import Recorder
-from driver.kube.reads import read_all, read_object
+from driver.kube.typed_reads import read_all, read_object
 from driver.kube.types import Claim, Expression, OwnerReference, Pod, Reference
 
 if TYPE_CHECKING:

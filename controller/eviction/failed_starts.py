@@ -26,10 +26,10 @@ from controller.eviction.evictor import (
 from driver.config.shared_flags import SUBDOMAIN
 from driver.errors import NOT_FOUND, ApiError
 from driver.kube.client import KubeClient
-from driver.kube.reads import read_claim
+from driver.kube.typed_reads import read_claim
 from driver.kube.types import Claim, GpuNodePlan, Key, Pod, Reference
 from driver.model.plan import MOST_UNPREPARED, FailureCause, UnpreparedClaim
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 
 log = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from controller.eviction.evictor import PASS_SECONDS, Evictor, Outcome, Trigger,
 from controller.settings import ControllerSettings
 from driver.errors import NOT_FOUND, ApiError
 from driver.kube.client import KubeClient
-from driver.kube.reads import read_claim
+from driver.kube.typed_reads import read_claim
 from driver.kube.types import Claim, Pod
 from driver.model.plan import Held
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from controller.explain.sources.availability import listed
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.events import Recorder, Type
-from driver.kube.reads import read_all
+from driver.kube.typed_reads import read_all
 from driver.kube.types import Claim, Key, Metadata, Node, Pod, Reference, Struct
 
 log = logging.getLogger(__name__)

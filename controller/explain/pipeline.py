@@ -3,7 +3,7 @@
 Events, ``tessera why``, ``tessera status``, the web page and ``tessera simulate`` show what this finds. The first of
 these sources that knows a reason has the last word:
 
-1. ``pods_not_lacking_devices``: no scheduler tries the pod, or a claim of it is missing. No free device helps it.
+1. ``causes_in_pods_and_claims``: no scheduler tries the pod, or a claim of it is missing. No free device helps it.
 2. ``lacking_devices``: no free device satisfies the claim, or its gang lacks devices. No offer helps either.
 3. ``waiting_gangs``: enough is free, but the scheduler tries no pod of the gang before the missing ones exist.
 4. ``pending_despite_offers``: devices that would do are offered, or should be, and the scheduler does not take them.
@@ -25,9 +25,9 @@ from controller.demand.pending_claims import PendingClaim, Queue
 from controller.explain.reason import OF_THE_POD, ClaimReason, ReasonCode
 from controller.explain.situation import DisjointPlan, Situation
 from controller.explain.sources.availability import listed
+from controller.explain.sources.causes_in_pods_and_claims import UnplacedPods
 from controller.explain.sources.lacking_devices import KnownReasons, Reasoning, reason_of
 from controller.explain.sources.pending_despite_offers import ClaimsDespiteOffers, Sightings
-from controller.explain.sources.pods_not_lacking_devices import UnplacedPods
 from controller.explain.sources.scheduler_reports import SchedulerActivity, with_scheduler
 from controller.explain.sources.waiting_gangs import reasons_of_incomplete
 from driver.clock import Clock, soonest

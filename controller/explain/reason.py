@@ -21,7 +21,7 @@ class ReasonCode(StrEnum):
     NODE_NAME = "NodeNameSet"
     GATED = "SchedulingGated"
     NOT_PLACED = "PodNotPlaced"
-    """These six of pods that no free device helps (``controller.explain.sources.pods_not_lacking_devices``)."""
+    """These six of pods that no free device helps (``controller.explain.sources.causes_in_pods_and_claims``)."""
 
     NO_SUCH_CLASS = "NoSuchClass"
     SELECTOR_REFUSED = "SelectorRefused"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from controller.cluster.claim_index import PoolDevice
 from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
 from controller.demand.pending_claims import Queue
-from driver.kube.reads import DevicesByNode
+from driver.kube.typed_reads import DevicesByNode
 from driver.kube.types import Key, Pod
 from driver.model.offer import Offer
 

@@ -16,7 +16,7 @@ from controller.explain.events import ALLOCATED, NO_POD, NOT_USED
 from controller.explain.helpful_changes import HelpfulChange, admitting, changes_that_help
 from controller.explain.reason import OF_THE_POD, ClaimReason
 from controller.explain.sources.availability import Availability, SelectedGpu, holders_of, listed
-from controller.explain.sources.pods_not_lacking_devices import AllocatedPods
+from controller.explain.sources.causes_in_pods_and_claims import AllocatedPods
 from controller.explain.sources.scheduler_reports import report_of
 from controller.report.cluster_view import ClusterView
 from controller.report.unprepared_claims import STAYS, next_step, sentence

@@ -38,8 +38,8 @@ from driver.clock import Clock
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError
 from driver.kube.client import KubeClient
 from driver.kube.controller_heartbeat import LastHeartbeat, last_heartbeat
-from driver.kube.reads import RESOURCE_GROUP, DevicesByNode, read_all
 from driver.kube.slice_types import ResourceSlice
+from driver.kube.typed_reads import RESOURCE_GROUP, DevicesByNode, read_all
 from driver.kube.types import Key, Metadata, Pod
 from driver.kube.watch_cache import MALFORMED
 from driver.model.plan import OfferMode

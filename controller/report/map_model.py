@@ -24,7 +24,7 @@ from driver.model.device import SLICE_VALUE, Device, is_monitor
 from driver.model.offer import DeviceKind, Offer, OfferKind
 from driver.model.plan import Held, PlanMode
 from driver.placement.occupancy import GpuState
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 
 
 class Value(msgspec.Struct, frozen=True, rename="camel"):

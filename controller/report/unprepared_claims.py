@@ -10,7 +10,7 @@ from controller.eviction.evictor import ADMIN_ACCESS, own_protection
 from controller.eviction.failed_starts import FailedStart, asking_nodes, claim_of, is_widespread, starts_to_move
 from driver.kube.types import Claim, Key, Pod
 from driver.model.plan import FailureCause, PlanStatus, UnpreparedClaim
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 
 CAUSES: Mapping[FailureCause, str] = {
     FailureCause.GPU: ", because of its GPU",

@@ -34,8 +34,8 @@ from controller.web.feed import Feed, Leader, cluster_views
 from driver.config.shared_flags import ListenAddress
 from driver.errors import ApiError, EnvironmentFault, TesseraError
 from driver.kube.client import KubeClient
-from driver.kube.reads import RESOURCE_GROUP, read_all
 from driver.kube.slice_types import ResourceSlice, newest_generation
+from driver.kube.typed_reads import RESOURCE_GROUP, read_all
 
 log = logging.getLogger(__name__)
 

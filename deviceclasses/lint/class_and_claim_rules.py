@@ -17,9 +17,7 @@ from typing import Any
 from deviceclasses.cel.library.quantity import parse_quantity
 from deviceclasses.cel.values import EvaluationError
 from deviceclasses.lint.attribute_catalogue import ATTRIBUTES, STANDARD_DOMAIN, no_attribute
-from deviceclasses.lint.documents import DRA_GROUP, DRA_VERSION, SPEC, Document, kind_of, text
-from deviceclasses.lint.findings import Finding, Issue, Severity, almost, misspelt
-from deviceclasses.lint.lint_context import (
+from deviceclasses.lint.claim_fields import (
     ConstraintFields,
     LintContext,
     RequestFields,
@@ -33,6 +31,8 @@ from deviceclasses.lint.lint_context import (
     selectors_of,
     settings_of,
 )
+from deviceclasses.lint.documents import DRA_GROUP, DRA_VERSION, SPEC, Document, kind_of, text
+from deviceclasses.lint.findings import Finding, Issue, Severity, almost, misspelt
 from deviceclasses.lint.satisfiability import (
     parameter_mismatches,
     share_issues,

@@ -13,9 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from deviceclasses.lint.attribute_catalogue import CAPACITIES
-from deviceclasses.lint.documents import Document, text
-from deviceclasses.lint.findings import Finding, Issue, Severity, almost
-from deviceclasses.lint.lint_context import (
+from deviceclasses.lint.claim_fields import (
     UNKNOWN,
     LintContext,
     entries,
@@ -25,6 +23,8 @@ from deviceclasses.lint.lint_context import (
     selectors_of,
     settings_of,
 )
+from deviceclasses.lint.documents import Document, text
+from deviceclasses.lint.findings import Finding, Issue, Severity, almost
 from deviceclasses.lint.partial_evaluation import may_select
 from deviceclasses.lint.satisfiability import DEVICE_NAMES
 from deviceclasses.lint.selector_rules import selector_issues

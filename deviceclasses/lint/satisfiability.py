@@ -11,8 +11,7 @@ from typing import Any
 
 from deviceclasses.chart_classes import FULL_GPU, MONITORS
 from deviceclasses.lint.attribute_catalogue import ATTRIBUTES, names_of
-from deviceclasses.lint.findings import Issue, Severity
-from deviceclasses.lint.lint_context import (
+from deviceclasses.lint.claim_fields import (
     ClassFacts,
     ConstraintFields,
     LintContext,
@@ -21,6 +20,7 @@ from deviceclasses.lint.lint_context import (
     request_names,
     selectors_of,
 )
+from deviceclasses.lint.findings import Issue, Severity
 from deviceclasses.lint.partial_evaluation import may_select, may_select_monitors
 from driver.config.opaque_parameters import devices_for
 from driver.config.strict_schema import shown

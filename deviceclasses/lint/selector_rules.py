@@ -29,8 +29,8 @@ from deviceclasses.lint.attribute_catalogue import (
     unknown_name,
     values,
 )
+from deviceclasses.lint.claim_fields import selectors_of
 from deviceclasses.lint.findings import Issue, Severity, almost, misspelt
-from deviceclasses.lint.lint_context import selectors_of
 from deviceclasses.lint.partial_evaluation import compared_strings, compiled_programs, may_select, may_select_monitors
 from driver.config.strict_schema import shown
 from driver.config.suggestions import meant

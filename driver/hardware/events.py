@@ -19,7 +19,7 @@ from typing import Any
 import pynvml
 
 from driver.hardware.nvml_errors import ABSENT
-from driver.model.gpu_health import EventKind, GpuEvent
+from driver.model.gpu_events_and_conditions import EventKind, GpuEvent
 
 EVENT_KINDS = {
     pynvml.nvmlEventTypeXidCriticalError: EventKind.XID,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pynvml
 
-from driver.hardware.links import nvlink_cliques, read_fabric_clique, read_nvlink
+from driver.hardware.nvlink import nvlink_cliques, read_fabric_clique, read_nvlink
 from driver.hardware.nvml_errors import UNKNOWN_NUMBER, fact, text
 from driver.hardware.pci_distance import numa_node, pci_address, pcie_root
 from driver.model.gpu import Gpu, MigMode, Placement, Profile

@@ -22,7 +22,7 @@ from driver.hardware.nvml_errors import described, fact, nvml_call
 from driver.hardware.time_slice import TimeSliceTool
 from driver.hardware.usage import UsageReader
 from driver.model.gpu import Gpu
-from driver.model.gpu_health import GpuEvent
+from driver.model.gpu_events_and_conditions import GpuEvent
 from driver.model.gpu_settings import ComputeMode, TimeSlice
 
 

@@ -20,7 +20,7 @@ from driver.clock import Clock, micro_time
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, Object
 from driver.kube.lease import Lease, LeaseSpec, lease_object, leases
-from driver.kube.reads import read_all
+from driver.kube.typed_reads import read_all
 from driver.kube.watch_cache import Change, WatchCache
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ import msgspec
 from driver.errors import NOT_FOUND, ApiError
 from driver.kube.client import KubeClient
 from driver.kube.json_sanitizing import decode
-from driver.kube.reads import ListMeta, Page, page_reader, pages
+from driver.kube.typed_reads import ListMeta, Page, page_reader, pages
 from driver.kube.types import Key, KubeObject, ObjectMeta, Unreadable
 from driver.kube.work_loop import Backoff
 

@@ -18,9 +18,7 @@ import pynvml
 
 from driver.simulator.description import NvlinkDescription
 from driver.simulator.machine import Process, SimulatedGpuState
-from driver.simulator.nvml_gpm import MIB, GpmCalls
-from driver.simulator.nvml_mig import MigCalls
-from driver.simulator.nvml_session import (
+from driver.simulator.nvml_base import (
     EventCalls,
     GpuKey,
     MigKey,
@@ -32,6 +30,8 @@ from driver.simulator.nvml_session import (
     simulated,
     text,
 )
+from driver.simulator.nvml_gpm import MIB, GpmCalls
+from driver.simulator.nvml_mig import MigCalls
 from driver.simulator.smi_tool import CALL as SMI
 
 # Highest SM clock in MHz. Not published; only the memory clock matters.

@@ -13,7 +13,7 @@ import pynvml
 
 from driver.simulator import mig_rules
 from driver.simulator.machine import GpuInstance, SimulatedGpuState
-from driver.simulator.nvml_session import GpmSample, NvmlSession, error, integer, simulated
+from driver.simulator.nvml_base import GpmSample, NvmlSession, error, integer, simulated
 from driver.simulator.state.gpu_load import WHOLE_GPU, SimulatedActivity
 
 MIB = 1 << 20

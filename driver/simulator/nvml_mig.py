@@ -10,7 +10,7 @@ import pynvml
 
 from driver.simulator import mig_rules
 from driver.simulator.machine import MIG_CHANGED, ComputeInstance, GpuInstance, SimulatedGpuState
-from driver.simulator.nvml_session import (
+from driver.simulator.nvml_base import (
     ComputeInstanceKey,
     GpuInstanceKey,
     GpuKey,

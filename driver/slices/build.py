@@ -17,11 +17,11 @@ from typing import Any
 from driver.clock import written_time
 from driver.model.device import SLICE_VALUE, Device, Monitor
 from driver.model.gpu import Gpu, Limit, MigMode, Profile, heaviest, limits_of
-from driver.model.gpu_health import DeviceCondition
+from driver.model.gpu_events_and_conditions import DeviceCondition
 from driver.model.offer import DeviceKind
 from driver.placement.ranking import order_offers
 from driver.slices.attributes import attributes, capacity, monitor_attributes, quantity
-from driver.slices.pool_names import DEVICES_PER_GPU, Pool, counter_set
+from driver.slices.slice_names import DEVICES_PER_GPU, Pool, counter_set
 
 Content = dict[str, Any]
 """The variable part of a slice's spec: ``sharedCounters`` or ``devices``."""

@@ -22,7 +22,7 @@ from driver.model.plan import COUNTERS_FIELD
 from driver.slices.api_server_fields import SLICES as SLICES
 from driver.slices.api_server_fields import KeptFields
 from driver.slices.build import UNHEALTHY, Content, PublishedGpu, slice_object, slice_spec
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 
 Slices = Mapping[str, dict[str, Any]]
 

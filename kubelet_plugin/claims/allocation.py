@@ -17,7 +17,7 @@ from driver.model.device import Device
 from driver.model.gpu_settings import TimeSlice
 from driver.model.offer import DeviceKind
 from driver.placement.occupancy import overlap
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 from kubelet_plugin.checkpoint.records import MonitorRecord
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from driver.errors import HardwareError, StateError
 from driver.model.device import Device, devices_of, share_index
 from driver.model.offer import SHARE, DeviceKind, Spot
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 from kubelet_plugin.cdi.spec_files import CdiDirectory
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, DeviceRecord

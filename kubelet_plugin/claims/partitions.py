@@ -20,8 +20,8 @@ from driver.model.gpu_settings import ComputeMode
 from driver.model.offer import DeviceKind
 from kubelet_plugin.changes import GpuChange, HardwareOutcomes
 from kubelet_plugin.checkpoint.records import DeviceRecord
-from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
 from kubelet_plugin.inventory.inventory import Inventory
+from kubelet_plugin.step_names import NodeStep, StepRunner
 
 log = logging.getLogger(__name__)
 

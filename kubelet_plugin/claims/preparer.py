@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from driver.errors import HardwareError, RecoverableError, StateError
 from driver.kube.client import KubeClient
-from driver.kube.reads import list_claims, read_claim
+from driver.kube.typed_reads import list_claims, read_claim
 from driver.kube.types import Claim
 from driver.model.device import Device
 from driver.model.gpu import Partition
@@ -27,10 +27,10 @@ from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord
 from kubelet_plugin.claims.allocation import AllocatedDevice, ResolvedClaim, refuse_overlap, resolve
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.cleanup import ClaimCleanup
-from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
 from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.time_slices import TimeSlices
 from kubelet_plugin.inventory.inventory import ClaimReference
+from kubelet_plugin.step_names import NodeStep, StepRunner
 
 log = logging.getLogger(__name__)
 

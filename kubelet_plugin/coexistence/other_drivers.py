@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
-from driver.kube.reads import NODE, RESOURCE_GROUP, read_object
 from driver.kube.slice_types import ResourceSlice
+from driver.kube.typed_reads import NODE, RESOURCE_GROUP, read_object
 from driver.kube.types import Metadata, Node
 from driver.kube.watch_cache import WatchCache
 from driver.model.plan import OWNED_SUFFIX

@@ -18,13 +18,13 @@ from typing import Any
 import grpc
 
 from driver.errors import EnvironmentFault
-from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
 from kubelet_plugin.dra.call_proxy import CallProxy, Handlers
 from kubelet_plugin.dra.health_service import MAX_STREAMS, HealthService
 from kubelet_plugin.dra.health_service import VERSIONS as HEALTH_VERSIONS
 from kubelet_plugin.dra.protocol.generated import registration_v1_pb2 as messages
 from kubelet_plugin.dra.service import VERSION, DraService, rpc_handler
 from kubelet_plugin.settings import NodeSettings
+from kubelet_plugin.step_names import NodeStep, StepRunner
 from kubelet_plugin.upgrade.instance_lock import InstanceLock
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from driver.model.gpu_health import RECOVERY_ACTIONS, ConditionType, DeviceCondition, EventKind, GpuEvent
+from driver.model.gpu_events_and_conditions import RECOVERY_ACTIONS, ConditionType, DeviceCondition, EventKind, GpuEvent
 from driver.model.xid import is_fatal, meaning_of
 from kubelet_plugin.changes import GpuChange
 from kubelet_plugin.health.recorded_faults import FaultSource, HardwareFault, HealthRecord, RefusedChanges

@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from driver.errors import StateError
-from driver.model.gpu_health import NO_ACTION
+from driver.model.gpu_events_and_conditions import NO_ACTION
 from driver.model.xid import FALLEN_OFF_THE_BUS
 from kubelet_plugin.changes import GpuChange
 from kubelet_plugin.checkpoint.files import write_atomically

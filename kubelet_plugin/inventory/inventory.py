@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from driver.model.device import Device, Monitor, devices_of, number_gpus, share_device, share_indices
 from driver.model.gpu import Gpu, MigMode
-from driver.model.gpu_health import DeviceCondition
+from driver.model.gpu_events_and_conditions import DeviceCondition
 from driver.model.gpu_settings import NO_GPU, GpuSelection
 from driver.model.offer import DeviceKind
 from driver.model.plan import CORDONED_PREFIX, FaultKind, GpuReport

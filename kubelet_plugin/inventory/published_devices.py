@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from driver.model.device import Device
 from driver.model.gpu import Gpu
-from driver.model.gpu_health import DeviceCondition
+from driver.model.gpu_events_and_conditions import DeviceCondition
 from driver.model.offer import DeviceKind, Offer
 from driver.model.plan import OfferMode
 from driver.placement.occupancy import GpuState, possible_kinds

@@ -17,7 +17,7 @@ from driver.errors import RecoverableError
 from driver.hardware.host import GpuFault, Host
 from driver.kube.work_loop import GiveWay, at_once
 from driver.model.gpu import Gpu, MigMode, Partition, Placement
-from driver.model.gpu_health import EventKind, GpuEvent
+from driver.model.gpu_events_and_conditions import EventKind, GpuEvent
 from driver.model.xid import meaning_of
 from kubelet_plugin.changes import ChangeNotifier, NodeChange, NodeEventSink
 from kubelet_plugin.inventory.inventory import Inventory

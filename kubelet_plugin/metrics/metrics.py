@@ -20,18 +20,18 @@ from prometheus_client.registry import Collector
 from driver.common_metrics import METRICS_PATH, SECONDS, ApiMetrics, metrics_page, process_registry
 from driver.http import Page
 from driver.kube.types import Claim
-from driver.model.gpu_health import ConditionType
+from driver.model.gpu_events_and_conditions import ConditionType
 from driver.model.offer import DeviceKind
 from driver.model.plan import NodeConditionType
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
 from kubelet_plugin.claims.claim_stores import ClaimStores
-from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.health.device_conditions import FAILING
-from kubelet_plugin.health.monitor import GPU_UNHEALTHY, HealthMonitor
+from kubelet_plugin.health.device_health import GPU_UNHEALTHY, HealthMonitor
 from kubelet_plugin.health.recorded_faults import FaultSource
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.metrics.metrics_interface import DEFECT, FAILURES, LOCK_FAILURE, Measurements, failure_kind
 from kubelet_plugin.status.events import EventReason
+from kubelet_plugin.step_names import NodeStep
 
 RESULTS = SUCCESS, ERROR = "success", "error"
 

@@ -13,8 +13,8 @@ from driver.errors import ApiError, ClaimError, HardwareError, StateError, Tesse
 from driver.http import Page
 from driver.kube.types import Claim
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import LockTimeoutError
-from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.inventory.inventory import ClaimReference
+from kubelet_plugin.step_names import NodeStep
 
 FAILURES = ((ClaimError, "claim"), (HardwareError, "hardware"), (ApiError, "api"), (StateError, "state"))
 LOCK_FAILURE, OTHER_FAILURE, DEFECT = "lock", "other", "defect"

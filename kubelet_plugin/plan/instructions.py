@@ -1,6 +1,6 @@
 """What the cluster tells a node about the devices to publish: its plan, the heartbeat, and a label of its Node.
 
-The plan also has the cordons of the node's GPUs, which ``health.monitor`` reads.
+The plan also has the cordons of the node's GPUs, which ``health.device_health`` reads.
 """
 
 from __future__ import annotations

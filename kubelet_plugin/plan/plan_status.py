@@ -13,7 +13,7 @@ import msgspec
 
 from driver.errors import CONFLICT, FORBIDDEN, accepted_status
 from driver.kube.client import KubeClient
-from driver.kube.reads import owner_reference
+from driver.kube.typed_reads import owner_reference
 from driver.kube.types import GpuNodePlan
 from driver.kube.work_loop import Loop, MakeLoop
 from driver.model.device import Device
@@ -30,9 +30,9 @@ from driver.model.plan import (
     encode_inventory,
     gpu_line,
 )
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
+from kubelet_plugin.health.device_health import HealthMonitor
 from kubelet_plugin.health.failed_preparations import UNPREPARE
-from kubelet_plugin.health.monitor import HealthMonitor
 from kubelet_plugin.health.node_conditions import NodeConditions
 from kubelet_plugin.plan.follower import PlanFollower, Publication
 from kubelet_plugin.plan.mode import ModeChoice

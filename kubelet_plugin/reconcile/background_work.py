@@ -15,9 +15,9 @@ from functools import partial
 
 from driver.kube.work_loop import Loop, MakeLoop
 from driver.watchdog import Watched
-from kubelet_plugin.claims.killable_steps import StepRunner
 from kubelet_plugin.metrics.metrics_interface import Measurements
 from kubelet_plugin.metrics.probes import NodeProbes
+from kubelet_plugin.step_names import StepRunner
 
 QUIET_PERIOD_SECONDS = 0.03
 """Time without work on claims after which a burst counts as over: calls of a burst follow each other sooner."""

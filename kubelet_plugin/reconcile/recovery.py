@@ -17,14 +17,14 @@ from functools import partial
 from driver.errors import RecoverableError
 from driver.kube.work_loop import Loop
 from driver.model.gpu import Gpu
-from driver.model.gpu_health import ConditionType
+from driver.model.gpu_events_and_conditions import ConditionType
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.cleanup import ClaimCleanup
-from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
 from kubelet_plugin.claims.preparer import Preparer
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.status.events import EventReason, PluginEvents
+from kubelet_plugin.step_names import NodeStep, StepRunner
 
 CallObserver = Callable[[str, ClaimReference], AbstractContextManager[None]]
 """(verb, claim): observes how a call ends, as ``FailedPreparations.observe``."""

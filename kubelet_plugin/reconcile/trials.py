@@ -23,7 +23,7 @@ from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, device_recor
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.cleanup import ClaimCleanup
 from kubelet_plugin.claims.partitions import Partitions
-from kubelet_plugin.health.monitor import HealthMonitor
+from kubelet_plugin.health.device_health import HealthMonitor
 from kubelet_plugin.health.recorded_faults import RefusedChanges
 from kubelet_plugin.inventory.inventory import ClaimReference
 

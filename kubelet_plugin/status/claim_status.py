@@ -24,15 +24,15 @@ from driver.clock import seconds_time
 from driver.errors import CONFLICT, FORBIDDEN, INVALID, NOT_FOUND, ApiError, RecoverableError
 from driver.kube.client import OBJECT, KubeClient, Object
 from driver.kube.json_sanitizing import decode
-from driver.kube.reads import RESOURCE_GROUP, read_object
+from driver.kube.typed_reads import RESOURCE_GROUP, read_object
 from driver.kube.types import Claim, ClaimStatus, Consumer, Metadata, ReportedDevice
 from driver.kube.work_loop import Backoff, GiveWay, Loop, at_once
 from driver.model.gpu_settings import TimeSlice, time_slice_in_force
 from driver.model.offer import DeviceKind
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
-from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.status.events import EventReason, PluginEvents
+from kubelet_plugin.step_names import NodeStep, StepRunner
 
 log = logging.getLogger(__name__)
 

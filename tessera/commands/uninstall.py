@@ -20,7 +20,7 @@ from driver.errors import CONFLICT, FORBIDDEN, NOT_FOUND, ApiError, FatalError, 
 from driver.kube.client import KubeClient, Object
 from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING, RENEW_INTERVAL_SECONDS
 from driver.kube.lease import LeaseSpec, lease_object, leases
-from driver.kube.reads import RESOURCE_GROUP, list_claims, read_all
+from driver.kube.typed_reads import RESOURCE_GROUP, list_claims, read_all
 from driver.kube.types import Claim, Node
 from driver.model.plan import FENCE
 from driver.slices.publisher import SLICES

@@ -22,7 +22,7 @@ from controller.report.cluster_view import ClusterView, read_cluster
 from driver.clock import Clock
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError, UsageError, accepted_status
 from driver.kube.client import KubeClient
-from driver.kube.reads import read_all, read_claim, read_object
+from driver.kube.typed_reads import read_all, read_claim, read_object
 from driver.kube.types import Claim, Key, Metadata, Pod
 from kubelet_plugin.status.claim_status import READY_CONDITION, UNHEALTHY_WAY_OUT
 from kubelet_plugin.status.events import EventReason

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from driver.kube.types import Allocation, Claim, Pod
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 from tessera.simulate.imagined_cluster import ImaginedCluster
 from tessera.simulate.scheduler import PodPlacement
 from tessera.simulate.workloads import pods_for_class

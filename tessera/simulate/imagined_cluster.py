@@ -44,7 +44,7 @@ from driver.model.offer import Offer
 from driver.model.plan import OfferMode
 from driver.placement.ranking import Ranking
 from driver.slices.build import Content, SliceBuilder, slice_spec
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 from kubelet_plugin.inventory.published_devices import ForeignPartitions, PublishableGpu, PublishPolicy
 from tessera.simulate.capacity import HeldDevices
 from tessera.simulate.pools import SliceIndex

@@ -16,14 +16,14 @@ from controller.demand.node_eligibility import CORDONED as NODE_CORDONED
 from controller.report.cluster_view import ClusterView, unreported_nodes
 from driver.errors import FatalError, UsageError
 from driver.kube.client import KubeClient
-from driver.kube.reads import RESOURCE_GROUP, list_claims, minor_version, read_all
 from driver.kube.slice_types import DetailedSlice
+from driver.kube.typed_reads import RESOURCE_GROUP, list_claims, minor_version, read_all
 from driver.kube.types import ClaimSpec, ClaimTemplate, Key, Metadata, Node
 from driver.model.gpu import MigMode
 from driver.model.gpu_settings import GpuSelection
 from driver.model.plan import FaultKind, GpuReport, PlanMode
-from driver.slices.pool_names import Pool
 from driver.slices.publisher import SLICES
+from driver.slices.slice_names import Pool
 from kubelet_plugin.inventory.published_devices import PublishPolicy
 from tessera.gpu_sources import MAX_NODES, anonymous, hardware
 from tessera.simulate.imagined_cluster import ClusterContent

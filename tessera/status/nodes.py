@@ -10,10 +10,10 @@ from controller.curation.offer_mode import FIRST_FAST_MINOR_VERSION
 from controller.demand.node_eligibility import BLOCKING
 from controller.explain.sources.availability import listed
 from driver.kube.client import Object
-from driver.kube.reads import minor_version
 from driver.kube.slice_types import ResourceSlice, SliceDevice
+from driver.kube.typed_reads import minor_version
 from driver.kube.types import Claim, GpuNodePlan
-from driver.model.gpu_health import ConditionType
+from driver.model.gpu_events_and_conditions import ConditionType
 from driver.model.plan import (
     COMPLETE,
     COUNTERS_FIELD,
@@ -24,7 +24,7 @@ from driver.model.plan import (
     OfferMode,
     PlanMode,
 )
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 from kubelet_plugin.coexistence.other_drivers import NodeSigns, find_other_drivers
 from kubelet_plugin.health.device_conditions import UNABLE
 from tessera.gpu_names_and_faults import GpuName, faults_of, names_of

@@ -21,8 +21,8 @@ from driver.errors import FORBIDDEN, ApiError, FatalError, UsageError
 from driver.kube.client import Object
 from driver.kube.controller_heartbeat import HEARTBEAT, is_silent, renewed_at
 from driver.kube.lease import leases
-from driver.kube.reads import RESOURCE_GROUP, read_all
 from driver.kube.slice_types import ResourceSlice
+from driver.kube.typed_reads import RESOURCE_GROUP, read_all
 from driver.kube.types import Claim, DeviceClass, DeviceTaintRule, GpuNodePlan
 from driver.model.device import is_monitor
 from driver.model.plan import PATH

@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from driver.client_connections import MAX_CONNECTIONS
 from driver.errors import FORBIDDEN, ApiError, EnvironmentFault, FatalError
 from driver.kube.client import KubeClient
-from driver.kube.reads import read_all, read_pods
 from driver.kube.slice_types import ResourceSlice
+from driver.kube.typed_reads import read_all, read_pods
 from driver.slices.publisher import SLICES
 from tessera.status.snapshot import NODE_PLUGIN
 from tessera.tables_and_drawings import counted, printable

@@ -10,7 +10,7 @@ import pytest
 from controller.fence.configmap import read_fenced
 from driver.kube.client import KubeClient, load_configuration
 from driver.slices.build import CLOSED
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 from tests.harness.cluster import Cluster
 from tests.harness.progress import Progress
 from tests.harness.settings import Settings

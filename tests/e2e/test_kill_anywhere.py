@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import pytest
 
-from kubelet_plugin.claims.killable_steps import NodeStep
+from kubelet_plugin.step_names import NodeStep
 from tests.harness.cluster import Cluster
 from tests.support.chart import install
 from tests.support.control_plane import control_plane

@@ -16,7 +16,7 @@ import pytest
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, load_configuration
 from driver.model.plan import API_VERSION, FENCE, KIND, PATH
-from driver.slices.pool_names import Pool, shortened
+from driver.slices.slice_names import Pool, shortened
 from tests.bench.kubelet import allocated_claim
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for

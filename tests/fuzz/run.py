@@ -15,7 +15,7 @@ from controller.cluster.device_index import DeviceIndex
 from controller.cluster.fleet import Fleet
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.curation.counters_planner import CountersPlanner
-from controller.curation.overdue_claims import WiderOffers
+from controller.curation.wider_offers import WiderOffers
 from controller.demand.demand import demand_of
 from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import Queue

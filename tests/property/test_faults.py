@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from driver.model.gpu_health import EventKind, GpuEvent
+from driver.model.gpu_events_and_conditions import EventKind, GpuEvent
 from driver.model.xid import XIDS, Meaning
 from kubelet_plugin.health.device_conditions import fault_of_event
 from kubelet_plugin.health.recorded_faults import (

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from controller.curation.counters_planner import CountersPlanner
 from controller.curation.disjoint_planner import DisjointPlanner
-from controller.curation.overdue_claims import WiderOffers
 from controller.curation.reservation import WAIT_SECONDS, Reservations
+from controller.curation.wider_offers import WiderOffers
 from controller.demand.demand import demand_of
 from controller.explain.pipeline import OVERDUE_SECONDS, ReasonFinder
 from controller.explain.reason import ReasonCode

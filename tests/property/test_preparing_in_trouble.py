@@ -19,8 +19,8 @@ from driver.errors import RecoverableError
 from driver.hardware.nvml_errors import ABSENT
 from driver.placement.occupancy import overlap
 from driver.step_observer import Moment
-from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.inventory.inventory import ClaimReference
+from kubelet_plugin.step_names import NodeStep
 from tests.property.test_preparing_model import CLAIMS, DEVICES, MEMORY, MOMENTS, STEPS, Crash, share_config
 from tests.support.care import Care
 from tests.support.claim_life import SHARES

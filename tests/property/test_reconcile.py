@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from driver.slices.build import CORDONED, UNHEALTHY, Content, slice_object
-from driver.slices.pool_names import Pool
 from driver.slices.publisher import Changes, Stored, changes, dropped_fields
+from driver.slices.slice_names import Pool
 
 POOL = Pool("node-a", "gpu.tessera.dev")
 NAMES = ["00000-counters", "00001-counters", "00100-devices", "00101-devices", "99999-stranger"]

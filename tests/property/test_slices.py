@@ -25,7 +25,7 @@ from driver.slices.build import (
     limited,
     slice_object,
 )
-from driver.slices.pool_names import DEVICES_PER_GPU, Pool
+from driver.slices.slice_names import DEVICES_PER_GPU, Pool
 from kubelet_plugin.inventory.published_devices import ForeignPartitions, PublishableGpu, PublishPolicy
 from tests.support.gpus import H100, MIB, gpu_of
 from tests.support.published import build_slices

@@ -44,8 +44,8 @@ from driver.model.plan import OfferMode, PlanMode, PlanSpec, PlanStatus
 from driver.placement.occupancy import GpuState, overlap
 from driver.slices.api_server_fields import KeptFields
 from driver.slices.build import CLOSED, SliceBuilder, slice_object
-from driver.slices.pool_names import Pool
 from driver.slices.publisher import changes
+from driver.slices.slice_names import Pool
 from kubelet_plugin.changes import ChangeNotifier
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.plan.follower import PlanFollower

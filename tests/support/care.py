@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from driver.kube.events import Type
 from driver.kube.types import Reference
-from driver.model.gpu_health import ConditionType
+from driver.model.gpu_events_and_conditions import ConditionType
 from kubelet_plugin.changes import ChangeNotifier
 from kubelet_plugin.health.failed_preparations import FailedPreparations
 from kubelet_plugin.reconcile.orphans import Orphans

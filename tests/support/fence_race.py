@@ -21,7 +21,7 @@ from controller.fence.canary_claim import Canary
 from controller.fence.fence import Withdrawable
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, Object
-from driver.kube.reads import RESOURCE_GROUP
+from driver.kube.typed_reads import RESOURCE_GROUP
 from driver.kube.types import Claim
 from driver.kube.watch_cache import WatchCache
 from tests.support.running import eventually, in_thread

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from driver.model.device import Device
-from driver.model.gpu_health import GpuEvent
+from driver.model.gpu_events_and_conditions import GpuEvent
 from driver.slices.build import UNHEALTHY
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
-from kubelet_plugin.health.monitor import HealthMonitor
+from kubelet_plugin.health.device_health import HealthMonitor
 from kubelet_plugin.health.recorded_faults import HealthFile
 from tests.support.node import KeptNodeEvents, NodeUnderTest
 from tests.support.published import build_slices

@@ -17,7 +17,7 @@ from driver.model.gpu import Gpu, Partition
 from driver.simulator.description import NodeDescription, load_description
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.latency import ZERO_LATENCY
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 from driver.step_observer import unobserved
 from kubelet_plugin.cdi.driver_files import find_driver_files
 from kubelet_plugin.cdi.spec_files import CdiDirectory
@@ -27,7 +27,6 @@ from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, held_shares
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.cleanup import ClaimCleanup
-from kubelet_plugin.claims.killable_steps import Observer, StepRunner, Took
 from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.preparer import Preparer
 from kubelet_plugin.claims.time_slices import TimeSlices
@@ -35,6 +34,7 @@ from kubelet_plugin.inventory.inventory import UNSHARED, GpuSharing, Inventory
 from kubelet_plugin.inventory.scan import Scanner
 from kubelet_plugin.reconcile.recovery import recover
 from kubelet_plugin.settings import NodeSettings, node_settings
+from kubelet_plugin.step_names import Observer, StepRunner, Took
 from tests.support.claims import DRIVER, NODE, ClaimApi
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from driver.slices.pool_names import MONITORS
+from driver.slices.slice_names import MONITORS
 from tests.harness.cluster import Cluster
 from tests.harness.processes import ProcessRecord, ProcessTable, kill, stop, wait_gone
 from tests.harness.waiting import wait_for

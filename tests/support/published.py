@@ -15,7 +15,7 @@ from driver.simulator.description import NodeDescription
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.latency import ZERO_LATENCY
 from driver.slices.build import Content, PublishedGpu, SliceBuilder, slice_object
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 
 DRIVER = "gpu.tessera.dev"
 

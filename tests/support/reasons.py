@@ -8,9 +8,9 @@ from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
 from controller.demand.pending_claims import Queue
 from controller.explain.reason import ClaimReason
 from controller.explain.situation import Lookups, Situation
+from controller.explain.sources.causes_in_pods_and_claims import UnplacedPods
 from controller.explain.sources.lacking_devices import KnownReasons, Reasoning, reason_of
-from controller.explain.sources.pods_not_lacking_devices import UnplacedPods
-from driver.kube.reads import DevicesByNode
+from driver.kube.typed_reads import DevicesByNode
 from driver.kube.types import Key, Pod
 from tests.support.clock import FakeClock
 

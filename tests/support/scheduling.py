@@ -12,7 +12,7 @@ from driver.model.device import Device, number_gpus, share_index
 from driver.model.gpu import Gpu
 from driver.model.offer import DeviceKind
 from driver.slices.build import slice_object
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuSharing, Inventory
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod

@@ -18,7 +18,7 @@ from driver.kube.types import DeviceTaintRule
 from driver.model.gpu import MigMode
 from driver.model.offer import FULL, SHARE, DeviceKind, OfferKind
 from driver.model.plan import FaultKind
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 
 SHOWN = 3
 """Names in a message."""

@@ -20,7 +20,7 @@ from controller.explain.sources.sentences import OF_OBSTACLE, only_elsewhere
 from deviceclasses.lint.partial_evaluation import may_select_monitors
 from driver.kube.types import MAX_DEVICES, DeviceTaintRule, Pod
 from driver.model.device import Monitor, is_monitor
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 
 ExcludedFrom = Callable[[PendingClaim], Mapping[str, Excluded]]
 """Gives the nodes on which the pods of a claim can't run, and why."""

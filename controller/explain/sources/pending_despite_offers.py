@@ -23,7 +23,7 @@ from controller.demand.selected_devices import SelectorFailure
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.situation import Situation
 from controller.explain.sources.availability import listed, untolerated
-from controller.explain.sources.pods_not_lacking_devices import MAX_LOOKUPS, MAX_LOOKUPS_ONCE, LookedUp
+from controller.explain.sources.causes_in_pods_and_claims import MAX_LOOKUPS, MAX_LOOKUPS_ONCE, LookedUp
 from controller.explain.sources.scheduler_reports import (
     SchedulerActivity,
     age_of,
@@ -34,7 +34,7 @@ from controller.explain.sources.scheduler_reports import (
 )
 from controller.explain.sources.selector_sentences import failing
 from driver.clock import Clock, seconds_time
-from driver.kube.reads import ANY_NODE
+from driver.kube.typed_reads import ANY_NODE
 from driver.kube.types import Condition, ExactDeviceRequest, Pod
 from driver.model.device import Device
 from driver.model.offer import Offer, Spot

@@ -29,7 +29,7 @@ expression: "request.userInfo.extra[?'authentication.kubernetes.io/node-name'][0
 {{- end -}}
 
 {{- /*
-True if an expression is the name of the node's pool, or of that of its monitor devices (driver/slices/pool_names.py). Names that are
+True if an expression is the name of the node's pool, or of that of its monitor devices (driver/slices/slice_names.py). Names that are
 too long end in a hash, which CEL cannot compute: only the part before it is compared.
 */ -}}
 {{- define "tessera.isOwnPool" -}}

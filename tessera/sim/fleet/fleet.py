@@ -21,8 +21,8 @@ from driver.errors import CONFLICT, ApiError, EnvironmentFault, accepted_status
 from driver.kube.client import KubeClient, Object
 from driver.kube.controller_heartbeat import HeartbeatWatch
 from driver.kube.lease import LeaseSpec, lease_object, leases
-from driver.kube.reads import read_all
 from driver.kube.slice_types import ResourceSlice
+from driver.kube.typed_reads import read_all
 from driver.kube.types import GpuNodePlan, Node
 from driver.kube.watch_cache import Change, WatchCache
 from driver.kube.work_loop import LoopPool

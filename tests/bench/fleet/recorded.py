@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from driver.kube.client import Object
-from driver.kube.reads import PAGE_SIZE
+from driver.kube.typed_reads import PAGE_SIZE
 from driver.model.device import Device, devices_of, number_gpus
 from driver.model.gpu import Gpu
 from driver.model.offer import DeviceKind
@@ -30,8 +30,8 @@ from driver.model.plan import (
     gpu_line,
 )
 from driver.slices.build import PublishedGpu, SliceBuilder, slice_object
-from driver.slices.pool_names import Pool
 from driver.slices.publisher import SLICES
+from driver.slices.slice_names import Pool
 from tessera.sim.fleet.fleet import discover, gpus_of
 from tests.bench.fleet.replaying import folder_of
 from tests.support.chart import class_texts

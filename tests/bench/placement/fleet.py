@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from driver.kube.client import KubeClient, load_configuration
-from driver.kube.reads import RESOURCE_GROUP
+from driver.kube.typed_reads import RESOURCE_GROUP
 from driver.kube.types import Claim, Key, Pod
 from driver.kube.watch_cache import Change, WatchCache
 from driver.model.device import Device, number_gpus
@@ -30,8 +30,8 @@ from driver.placement.occupancy import GpuState, overlap
 from driver.simulator.description import load_description
 from driver.slices.api_server_fields import KeptFields
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
-from driver.slices.pool_names import Pool
 from driver.slices.publisher import PresentSlices, Publisher
+from driver.slices.slice_names import Pool
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuSharing, Inventory
 from kubelet_plugin.plan.follower import PlanFollower

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from driver.kube.client import KubeClient, load_configuration
@@ -21,6 +21,7 @@ from tests.bench.scale.keeper import Keeper
 from tests.bench.scale.layouts import PUBLISHING, Layout, devices_published
 from tests.bench.scale.nodes import held, loaded_fleet
 from tests.bench.scale.pods import Burst, Pods
+from tests.bench.usage import cpu_s
 from tests.harness.cluster import Cluster
 from tests.harness.progress import Progress
 from tests.harness.waiting import wait_for
@@ -64,6 +65,29 @@ class Found:
     slice_updates: int
     cost: scheduler.Cost
 
+    @property
+    def bursts(self) -> tuple[Burst, ...]:
+        return self.small, self.mix, self.small_beside_parked
+
+
+@dataclass(frozen=True)
+class Used:
+    """What has been used so far: CPU of the scheduler, of controller and fleet, and writes by resource."""
+
+    scheduler_cpu_s: float
+    tessera_cpu_s: float
+    writes: Mapping[str, float]
+
+    def since(self, before: Used, burst: Burst) -> Burst:
+        """``burst``, which began when ``before`` was used, with what it cost."""
+        counts = {resource: round(count - before.writes.get(resource, 0)) for resource, count in self.writes.items()}
+        return replace(
+            burst,
+            scheduler_cpu_s=self.scheduler_cpu_s - before.scheduler_cpu_s,
+            tessera_cpu_s=self.tessera_cpu_s - before.tessera_cpu_s,
+            writes={resource: count for resource, count in counts.items() if count},
+        )
+
 
 @dataclass
 class Measurement:
@@ -73,6 +97,8 @@ class Measurement:
     plan: Plan
     progress: Progress
     _stop: threading.Event = field(default_factory=threading.Event)
+    _processes: Sequence[int] = ()
+    """Controller and fleet, where they are the product's own."""
 
     def run(self, layouts: Sequence[Layout], found: Callable[[Found], None]) -> None:
         """Calls ``found`` after each layout. ``PRODUCT`` must be the only one: it makes the Node objects itself."""
@@ -107,7 +133,8 @@ class Measurement:
 
     def _measure_product(self) -> Found:
         """The slices are those of ``tessera sim fleet``, whose nodes follow ``tessera controller``."""
-        with started(self.cluster, self.plan.nodes, self.progress, "node", CONTROLLER_FLAGS):
+        with started(self.cluster, self.plan.nodes, self.progress, "node", CONTROLLER_FLAGS) as live:
+            self._processes = (live.controller_pid, live.fleet)
             with self.progress.part("nodes without offers leave out what is held", 60):
                 self.served.wait_untainted()
                 wait_for(self._held_left_out, HELD_LEFT_OUT_S, "all plans leave out held devices", 1.0)
@@ -136,13 +163,17 @@ class Measurement:
 
     def _burst(self, layout: Layout, name: str, requests: Sequence[Request]) -> Burst:
         with self.progress.part(f"{layout}: {len(requests)} pods ({name})"):
-            before = scheduler.cost(self._scheduler).cpu_s
+            before = self._used()
             burst = self.pods.burst(name, requests, self.plan.burst_s)
-            burst = replace(burst, scheduler_cpu_s=scheduler.cost(self._scheduler).cpu_s - before)
+            burst = self._used().since(before, burst)
             self.pods.give_up(name)
         bound = f"{burst.bound} of {burst.made} in {burst.seconds:.1f} s"
         self.progress.say(f"    {bound}: {burst.pods_a_second:.1f} pods/s")
         return burst
+
+    def _used(self) -> Used:
+        tessera = sum(map(cpu_s, self._processes))
+        return Used(scheduler.cost(self._scheduler).cpu_s, tessera, writes_so_far(self.client))
 
 
 def _mixed(count: int) -> list[Request]:

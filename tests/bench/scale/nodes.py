@@ -11,7 +11,7 @@ from controller.cluster.fleet import Fleet, FleetGpu
 from driver.model.device import Device
 from driver.model.gpu import Gpu
 from driver.simulator.description import load_description
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 from tests.support.published import DRIVER, discover
 
 DESCRIPTION = "dgx-h100"

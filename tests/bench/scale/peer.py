@@ -18,7 +18,7 @@ from driver.model.gpu import Gpu, Profile
 from driver.model.offer import DeviceKind
 from driver.slices.attributes import STANDARD, quantity
 from driver.slices.build import Content
-from driver.slices.pool_names import COUNTER_SETS_PER_SLICE, Pool, counter_set
+from driver.slices.slice_names import COUNTER_SETS_PER_SLICE, Pool, counter_set
 
 DEVICES_PER_SLICE = 64
 """The API's limit for devices that consume counters (KEP-4815)."""

@@ -54,13 +54,16 @@ class SeenPod(msgspec.Struct, frozen=True):
 class Burst:
     """Pods that were made at once: how many were bound, and within how many seconds: of the last, or of the limit.
 
-    ``scheduler_cpu_s`` is what the scheduler used meanwhile.
+    Meanwhile the scheduler used ``scheduler_cpu_s``, controller and simulated fleet together ``tessera_cpu_s`` (0 where
+    the benchmark plays them), and the API server answered ``writes`` of each resource, of anybody.
     """
 
     made: int
     bound: int
     seconds: float
     scheduler_cpu_s: float = 0.0
+    tessera_cpu_s: float = 0.0
+    writes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def pods_a_second(self) -> float:

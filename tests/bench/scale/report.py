@@ -9,11 +9,17 @@ from tests.bench.scale.layouts import Layout
 from tests.bench.scale.measure import Found
 from tests.bench.scale.pods import Burst
 
-HEADER = ("NODES", "LAYOUT", "DEVICES", "1g.10gb/s", "MIX/s", "BESIDE PARKED/s", "CPU ms/POD", "MEMORY MiB", "UPDATES")
+RATES = ("1g.10gb/s", "MIX/s", "BESIDE PARKED/s")
+COSTS = ("SCHEDULER ms/POD", "MEMORY MiB", "TESSERA ms/POD", "WRITES/POD", "SLICE UPDATES")
+HEADER = ("NODES", "LAYOUT", "DEVICES", *RATES, *COSTS)
 
 
 def table(results: Sequence[Found]) -> str:
-    """A line for each layout; in brackets how many times the peer's, of the same run."""
+    """A line for each layout; in brackets how many times the peer's, of the same run.
+
+    ``SCHEDULER ms/POD`` is CPU of the first burst, ``TESSERA ms/POD`` that of controller and simulated fleet over all
+    bursts, ``WRITES/POD`` what the API server answered to everybody over all bursts.
+    """
     return columns(HEADER, [_row(each, _peer(results, each.nodes)) for each in results])
 
 
@@ -27,7 +33,7 @@ def _peer(results: Sequence[Found], nodes: int) -> Found | None:
 
 
 def _row(found: Found, peer: Found | None) -> list[str]:
-    bursts = [
+    rates = [
         _rate(found.small, peer.small if peer else None),
         _rate(found.mix, peer.mix if peer else None),
         _rate(found.small_beside_parked, peer.small_beside_parked if peer else None),
@@ -35,7 +41,16 @@ def _row(found: Found, peer: Found | None) -> list[str]:
     memory = _beside(f"{found.cost.peak_mib:.0f}", ratio(found.cost.peak_mib, peer.cost.peak_mib) if peer else None, 2)
     cpu = found.small.scheduler_ms_a_pod
     told = "-" if cpu is None else f"{cpu:.1f}"
-    return [str(found.nodes), found.layout, str(found.devices), *bursts, told, memory, str(found.slice_updates)]
+    bound = sum(burst.bound for burst in found.bursts)
+    tessera = _a_pod(sum(burst.tessera_cpu_s for burst in found.bursts) * 1000, bound)
+    writes = _a_pod(sum(sum(burst.writes.values()) for burst in found.bursts), bound)
+    costs = [told, memory, tessera, writes, str(found.slice_updates)]
+    return [str(found.nodes), found.layout, str(found.devices), *rates, *costs]
+
+
+def _a_pod(total: float, bound: int) -> str:
+    """``total`` for each bound pod; a dash where nothing was counted."""
+    return f"{total / bound:.1f}" if total and bound else "-"
 
 
 def _rate(burst: Burst, peer: Burst | None) -> str:

@@ -8,7 +8,7 @@ from random import Random
 import yaml
 
 from driver.slices.build import SliceBuilder, slice_object
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
 from kubelet_plugin.inventory.published_devices import PublishPolicy
 from tests.conformance.allocator.devices import Object, device_class

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from driver.model.device import number_gpus
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from tests.bench.placement import plot, report
 from tests.bench.placement.fleet import Mode, lowest_start_first

@@ -149,7 +149,7 @@ def test_objects_lie_in_etcd_where_the_api_server_looks_for_them_in_transactions
 
 
 def found(layout: Layout, rate: float, memory: float) -> Found:
-    burst = Burst(300, int(rate * 10), 10.0)
+    burst = Burst(300, int(rate * 10), 10.0, tessera_cpu_s=rate / 10, writes={"pods": round(rate * 30)})
     return Found(layout.value, 200, 1000, burst, burst, burst, 200, 5.0, 40, Cost(10.0, memory, memory))
 
 
@@ -159,5 +159,6 @@ def test_the_table_and_the_picture_set_every_layout_against_the_peer_of_the_same
     line = report.table(results).splitlines()[-1]
     assert "48.0 (12.0 x)" in line
     assert "300 (0.33 x)" in line
+    assert line.split()[-3:] == ["10.0", "3.0", "40"]
     plot.draw(results, tmp_path / "scale")
     assert {path.suffix for path in tmp_path.iterdir()} == {".png", ".svg"}

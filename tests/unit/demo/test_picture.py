@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from driver.model.device import Device, devices_of
 from driver.placement.occupancy import overlap
 from driver.slices.build import PublishedGpu, slice_object
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 from tests.demo.picture import INNER, draw, holdings, rows
 from tests.demo.svg import svg
 from tests.support.gpus import gpu_of

@@ -15,7 +15,7 @@ from driver.kube.client import ApiReach
 from driver.kube.work_loop import Loop
 from driver.step_observer import observed, unobserved
 from driver.watchdog import STUCK_TIMEOUT_SECONDS, Watchdog
-from kubelet_plugin.claims.killable_steps import NodeStep
+from kubelet_plugin.step_names import NodeStep
 from tests.harness.waiting import wait_for
 from tests.support.metrics import fetch
 

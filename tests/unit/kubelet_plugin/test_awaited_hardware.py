@@ -18,10 +18,10 @@ import pytest
 import yaml
 
 from driver.errors import HardwareError
-from driver.kube.reads import RESOURCE_GROUP
+from driver.kube.typed_reads import RESOURCE_GROUP
 from driver.model.plan import PATH
 from driver.simulator.node import SimulatedNode
-from driver.slices.pool_names import MONITORS
+from driver.slices.slice_names import MONITORS
 from kubelet_plugin import app
 from kubelet_plugin.settings import node_settings
 from tests.harness.waiting import wait_for

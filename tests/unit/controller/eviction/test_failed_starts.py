@@ -24,7 +24,7 @@ from driver.kube.client import KubeClient
 from driver.kube.events import Recorder
 from driver.kube.types import Claim, GpuNodePlan, Metadata, PlanMetadata, Pod
 from driver.model.plan import FailureCause, PlanSpec, PlanStatus, UnpreparedClaim
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 from tests.support.api_server import Exchange
 from tests.support.clock import FakeClock
 from tests.support.evictions import ClusterApi, allocated, ready

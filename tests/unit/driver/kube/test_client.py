@@ -18,7 +18,7 @@ from driver.errors import ApiError, EnvironmentFault
 from driver.kube import client as transport
 from driver.kube.client import KubeClient, load_configuration
 from driver.kube.credentials import Access
-from driver.kube.reads import owner_reference, read_claim
+from driver.kube.typed_reads import owner_reference, read_claim
 from tests.harness.certs import Authority
 from tests.support.api_server import Answer, Exchange, HttpServer
 

@@ -13,8 +13,8 @@ from driver.errors import ApiError
 from driver.slices import publisher
 from driver.slices.api_server_fields import KeptFields
 from driver.slices.build import Content, PublishedGpu
-from driver.slices.pool_names import Pool
 from driver.slices.publisher import PresentSlices, Publisher
+from driver.slices.slice_names import Pool
 from tests.support.api_server import Exchange, Object, SliceApi
 from tests.support.gpus import gpu_of
 from tests.support.running import eventually, in_thread

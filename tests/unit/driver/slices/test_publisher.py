@@ -17,8 +17,8 @@ from driver.kube import work_loop as loop
 from driver.kube.work_loop import Backoff
 from driver.slices import publisher
 from driver.slices.build import Content
-from driver.slices.pool_names import Pool
 from driver.slices.publisher import PresentSlices, Publisher, SliceWriteObserver
+from driver.slices.slice_names import Pool
 from tests.support.api_server import SliceApi
 from tests.support.running import eventually, in_thread
 

@@ -10,7 +10,7 @@ import pytest
 from driver.errors import ClaimError
 from driver.model.device import Device, devices_of
 from driver.model.gpu_settings import TimeSlice
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 from kubelet_plugin.claims.allocation import AllocatedDevice, resolve
 from kubelet_plugin.inventory.inventory import Inventory
 from tests.support.claims import DRIVER, NODE, ClaimApi, opaque, result

@@ -9,7 +9,7 @@ import pytest
 
 from driver.errors import ClaimError
 from driver.simulator.node import SimulatedNode
-from driver.slices.pool_names import MONITORS
+from driver.slices.slice_names import MONITORS
 from kubelet_plugin.checkpoint.records import DeviceRecord
 from kubelet_plugin.inventory.inventory import ClaimReference
 from tests.support.claims import POOL, result

@@ -10,8 +10,8 @@ import pytest
 from driver.errors import ClaimError
 from driver.model.gpu import Placement
 from driver.step_observer import Moment
-from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.inventory.inventory import ClaimReference
+from kubelet_plugin.step_names import NodeStep
 from tests.support.claims import result
 from tests.support.node import NodeUnderTest, start_node
 

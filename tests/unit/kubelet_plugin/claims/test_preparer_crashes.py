@@ -8,9 +8,9 @@ import pytest
 
 from driver.errors import HardwareError, RecoverableError
 from driver.model.gpu import Placement
-from driver.slices.pool_names import MONITORS
+from driver.slices.slice_names import MONITORS
 from driver.step_observer import Moment
-from kubelet_plugin.claims.killable_steps import NodeStep, Observer
+from kubelet_plugin.step_names import NodeStep, Observer
 from tests.support.claims import POOL, result
 from tests.support.node import start_node
 

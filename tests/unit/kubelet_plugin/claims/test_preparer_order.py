@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from driver.errors import ApiError, ClaimError, HardwareError
-from driver.simulator import nvml_session
+from driver.simulator import nvml_base
 from driver.step_observer import Moment
-from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.dra.protocol.generated import dra_v1_pb2
 from kubelet_plugin.dra.service import DraService
 from kubelet_plugin.dra.sockets import SocketServer
 from kubelet_plugin.inventory.inventory import ClaimReference
+from kubelet_plugin.step_names import NodeStep
 from tests.support.care import Care
 from tests.support.kubelet import DraClient
 from tests.support.node import NodeUnderTest, start_node
@@ -174,7 +174,7 @@ def test_a_slow_gpu_does_not_delay_claims_on_the_others(
     tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(nvml_session, "delay", lambda _: answers.wait(60))
+    monkeypatch.setattr(nvml_base, "delay", lambda _: answers.wait(60))
     node = start_node(tmp_path)
     slow = node.api.allocate("slow", SMALL)
     node.simulated.faults.slow(2.0, call, gpu=0, times=1)

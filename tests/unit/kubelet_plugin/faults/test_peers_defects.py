@@ -13,7 +13,7 @@ import pytest
 
 from driver.errors import HardwareError
 from driver.step_observer import Moment
-from kubelet_plugin.claims.killable_steps import NodeStep
+from kubelet_plugin.step_names import NodeStep
 from tests.support.care import Care
 from tests.support.health import HealthUnderTest
 from tests.support.invariants import leftovers, read_facts, violations

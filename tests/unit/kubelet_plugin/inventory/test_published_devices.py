@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from driver.model.device import Device, devices_of
 from driver.model.gpu import Gpu
-from driver.model.gpu_health import DeviceCondition
+from driver.model.gpu_events_and_conditions import DeviceCondition
 from driver.model.offer import Offer
 from driver.model.plan import OfferMode
 from driver.slices.build import PublishedGpu
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 from kubelet_plugin.inventory.published_devices import (
     ForeignPartitions,
     PublishableGpu,

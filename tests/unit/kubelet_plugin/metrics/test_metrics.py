@@ -21,13 +21,13 @@ from kubelet_plugin.changes import ChangeNotifier
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks, LockTimeoutError
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.claim_stores import ClaimStores
-from kubelet_plugin.claims.killable_steps import NodeStep
-from kubelet_plugin.health.monitor import GPU_UNHEALTHY
+from kubelet_plugin.health.device_health import GPU_UNHEALTHY
 from kubelet_plugin.health.node_conditions import NodeConditions
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.metrics.metrics import Metrics, NodeGauges
 from kubelet_plugin.metrics.metrics_interface import failure_kind
 from kubelet_plugin.status.events import EventReason, PluginEvents
+from kubelet_plugin.step_names import NodeStep
 from tests.support.api_server import ObjectApi
 from tests.support.claims import DRIVER, ClaimApi
 from tests.support.metrics import exported_name

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from driver.kube.types import GpuNodePlan, PlanMetadata
-from driver.model.gpu_health import DeviceCondition
+from driver.model.gpu_events_and_conditions import DeviceCondition
 from driver.model.plan import (
     COUNTERS_FIELD,
     MODE_SPREAD_SECONDS,
@@ -21,7 +21,7 @@ from driver.model.plan import (
     states_of,
 )
 from driver.slices.build import CLOSED, Content, PublishedGpu
-from driver.slices.pool_names import DEVICES_PER_GPU, Pool
+from driver.slices.slice_names import DEVICES_PER_GPU, Pool
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.inventory.inventory import GpuSharing
 from kubelet_plugin.plan.follower import PlanFollower

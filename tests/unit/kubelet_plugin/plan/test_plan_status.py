@@ -13,7 +13,7 @@ import pytest
 from driver.kube.controller_heartbeat import HEARTBEAT
 from driver.kube.lease import leases
 from driver.model.plan import CURATED, PATH, PlanMode, PlanStatus
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.plan.instructions import WatchedInstructions
 from kubelet_plugin.plan.plan_status import FenceRelease, PlanStatusWriter

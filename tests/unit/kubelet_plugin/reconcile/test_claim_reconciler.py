@@ -13,7 +13,7 @@ import pytest
 
 from driver.errors import HardwareError, StateError
 from driver.model.gpu import Placement
-from driver.model.gpu_health import ConditionType
+from driver.model.gpu_events_and_conditions import ConditionType
 from kubelet_plugin.cdi.spec_files import CdiDirectory
 from kubelet_plugin.inventory.inventory import ClaimReference
 from tests.support.care import Care

@@ -10,10 +10,10 @@ import pytest
 
 from driver.errors import ApiError, ClaimError, StateError
 from driver.model.gpu import Partition, Placement
-from driver.slices.pool_names import MONITORS
+from driver.slices.slice_names import MONITORS
 from driver.step_observer import Moment
-from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.inventory.inventory import ClaimReference
+from kubelet_plugin.step_names import NodeStep
 from tests.support.care import Care
 from tests.support.claims import POOL, result
 from tests.support.node import NodeUnderTest, choosing, start_node

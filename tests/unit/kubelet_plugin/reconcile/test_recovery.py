@@ -14,8 +14,8 @@ from driver.errors import ClaimError, HardwareError, RecoverableError, StateErro
 from driver.model.gpu import Placement
 from driver.step_observer import Moment
 from kubelet_plugin.cdi.spec_files import CdiDirectory
-from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.inventory.inventory import ClaimReference
+from kubelet_plugin.step_names import NodeStep
 from tests.support.claims import result
 from tests.support.node import NodeUnderTest, start_node
 from tests.support.nvml_client import process_on

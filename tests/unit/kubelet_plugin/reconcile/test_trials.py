@@ -11,9 +11,9 @@ import pytest
 from driver.errors import HardwareError
 from driver.model.plan import ClearedFaults, PlanSpec
 from driver.step_observer import unobserved
-from kubelet_plugin.claims.killable_steps import NodeStep, Observer
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.reconcile.trials import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Trials
+from kubelet_plugin.step_names import NodeStep, Observer
 from tests.support.health import HealthUnderTest
 from tests.support.node import start_node
 

@@ -13,7 +13,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from driver.kube.types import GpuNodePlan, PlanMetadata
-from driver.model.gpu_health import ConditionType
+from driver.model.gpu_events_and_conditions import ConditionType
 from driver.model.plan import PATH, PlanSpec, PlanStatus, encode_inventory
 from driver.slices.build import slice_object
 from tessera.cli import main

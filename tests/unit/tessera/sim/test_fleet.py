@@ -14,7 +14,7 @@ from driver.kube.client import KubeClient
 from driver.kube.types import Claim, Key, Pod
 from driver.model.plan import FENCE, PlanMode
 from driver.slices.api_server_fields import KeptFields
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 from tessera.cli import main
 from tessera.sim.fleet.fleet import SimulatedFleet, discover, gpus_of
 from tessera.sim.fleet.kubelets import ClaimDevices, allocated

@@ -10,14 +10,14 @@ from controller.explain.helpful_changes import changes_that_help
 from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.situation import Situation as Now
-from controller.explain.sources.lacking_devices import Reasoning
-from controller.explain.sources.pods_not_lacking_devices import (
+from controller.explain.sources.causes_in_pods_and_claims import (
     LOOKUP_INTERVAL_SECONDS,
     MAX_GATED,
     MAX_LOOKUPS,
     LookedUp,
     UnplacedPods,
 )
+from controller.explain.sources.lacking_devices import Reasoning
 from driver.kube.types import PAUSED, Key
 from tests.support.clock import FakeClock
 from tests.support.queues import DRIVER, FULL, Situation, node_of, request

@@ -19,7 +19,7 @@ from driver.errors import HardwareError, RecoverableError
 from driver.hardware.host import Host
 from driver.model.device import Device
 from driver.model.gpu import Gpu
-from driver.model.gpu_health import ConditionType, DeviceCondition, GpuEvent
+from driver.model.gpu_events_and_conditions import ConditionType, DeviceCondition, GpuEvent
 from driver.model.plan import ClearedFaults, NodeConditionType, PlanSpec
 from kubelet_plugin.changes import ChangeNotifier, GpuChange, NodeChange, NodeEventSink
 from kubelet_plugin.checkpoint.records import Checkpoint, slices_of_instance

@@ -9,7 +9,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from driver.hardware.links import nvlink_cliques, read_fabric_clique, read_nvlink
+from driver.hardware.nvlink import nvlink_cliques, read_fabric_clique, read_nvlink
 from driver.model.gpu import NvLink
 from driver.simulator.description import FabricDescription, NodeDescription, load_description
 from driver.simulator.node import SimulatedNode

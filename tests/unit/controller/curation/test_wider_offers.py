@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.curation.overdue_claims import (
+from controller.curation.wider_offers import (
     MAX_CLAIMS,
     MAX_DEFERRAL_SECONDS,
     MAX_NODES,

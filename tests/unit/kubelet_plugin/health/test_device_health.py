@@ -12,10 +12,10 @@ import pytest
 
 from driver.clock import written_time
 from driver.hardware.host import TimeoutRunner
-from driver.model.gpu_health import ConditionType, EventKind, GpuEvent
+from driver.model.gpu_events_and_conditions import ConditionType, EventKind, GpuEvent
 from driver.model.plan import ClearedFaults, FaultKind, PlanSpec
 from driver.model.xid import XIDS, Meaning, is_fatal
-from driver.simulator import nvml_session
+from driver.simulator import nvml_base
 from driver.simulator.description import NodeDescription, load_description
 from driver.simulator.node import SimulatedNode
 from driver.slices.build import CORDONED
@@ -387,7 +387,7 @@ class TestHearing:
     ) -> None:
         go_on = threading.Event()
         # However long the others take to be heard.
-        monkeypatch.setattr(nvml_session, "delay", lambda _: go_on.wait(60))
+        monkeypatch.setattr(nvml_base, "delay", lambda _: go_on.wait(60))
         ill.node.simulated.faults.slow(3, "nvmlDeviceGetMemoryInfo", gpu=1, times=1)
         heard = Heard()
         looking = threading.Thread(target=ill.look)
@@ -403,7 +403,7 @@ class TestHearing:
         self, ill: HealthUnderTest, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         let_go = threading.Event()
-        monkeypatch.setattr(nvml_session, "delay", lambda _: let_go.wait())
+        monkeypatch.setattr(nvml_base, "delay", lambda _: let_go.wait())
         monkeypatch.setattr(ill.node.host, "_timeouts", TimeoutRunner(0.1))
         ill.node.simulated.faults.slow(1, gpu=1)
         ill.look()

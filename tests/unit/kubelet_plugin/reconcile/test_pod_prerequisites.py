@@ -12,7 +12,7 @@ import pytest
 from driver.model.plan import PATH
 from kubelet_plugin.inventory import scan
 from kubelet_plugin.inventory.inventory import ClaimReference
-from kubelet_plugin.reconcile.node_checks import OutdatedClaims
+from kubelet_plugin.reconcile.pod_prerequisites import OutdatedClaims
 from tests.harness.waiting import wait_for
 from tests.support.claims import DRIVER, NODE
 from tests.support.faulty_api import FaultyApi, PluginOnApi, ask

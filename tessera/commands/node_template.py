@@ -16,7 +16,7 @@ from driver.kube.types import GpuNodePlan, Metadata, Node, NodeStatus, Taint
 from driver.model.gpu_settings import GpuSelection
 from driver.model.plan import COMPLETE, COUNTERS_FIELD, KIND, PATH, PUBLISH, GpuReport, states_of
 from driver.slices.build import SliceBuilder, slice_object
-from driver.slices.pool_names import Pool
+from driver.slices.slice_names import Pool
 from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
 from kubelet_plugin.inventory.published_devices import PublishPolicy
 from tessera.cluster_options import check_flag, client_of, with_driver_name, with_kubeconfig
