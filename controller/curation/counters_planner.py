@@ -50,7 +50,7 @@ class CountersPlanner:
         return self._wider_offers.next_s
 
     def plan(self, queue: Queue, devices: DeviceIndex) -> PlannedOffers:
-        """Offers that serve the demand of pending claims, and some of each kind for future claims.
+        """Offers that serve the demand of pending claims, and at least ``offers`` of each kind if there is room.
 
         Present offers of a kind that is in demand are kept: the scheduler may just have given one to a claim.
         """
@@ -101,9 +101,9 @@ class Need:
 
 
 class Exchange(NamedTuple):
-    """``old`` for ``new``, which grows fragmentation by ``gain`` memory slices less.
+    """``new`` replaces ``old`` and increases fragmentation by ``gain`` memory slices less.
 
-    Infinite: ``old`` is a full GPU that is divided into shares, ``new`` is not.
+    ``gain`` is infinite if ``old`` is a full GPU that could be offered as shares, and ``new`` is not.
     """
 
     gain: float
@@ -126,7 +126,10 @@ class OfferSelection:
         return self.draft.places | set(self.extra)
 
     def choose(self, published: Collection[FleetPlace]) -> None:
-        """Drafts the offers; keeps those of ``published`` that still serve a need."""
+        """Drafts the offers.
+
+        A published offer that serves a need stays unless an exchange or a new selection gains more than the stickiness.
+        """
         exchangeable = sorted(set(published) - self.fixed)
         self._start()
         self._improve(exchangeable)
@@ -164,7 +167,7 @@ class OfferSelection:
         return any(fleet.terms(place).growth - best.ranked.terms.growth > self.stickiness for place in shared)
 
     def _start_anew(self) -> bool:
-        """Takes the selection made without published offers, if that gains enough."""
+        """Replaces the draft by one that starts from the fixed offers, if that gains enough; returns whether it did."""
         fresh = OfferSelection(OfferDraft(self.draft.fleet, self.draft.kind), self.needs, self.fixed, self.stickiness)
         fresh._start()
         fresh._fill(())
@@ -235,7 +238,7 @@ def needs_of(
     """The needs that follow from ``demands`` for ``kind``, the narrowest first; the last one is for the whole fleet.
 
     The need of a set of GPUs includes those of its subsets. ``published`` are the places of present offers,
-    ``at_least`` is the number of offers without demand.
+    ``at_least`` is the least number of offers of the kind, with or without demand.
     """
     if not demands:
         return [Need(None, at_least)]
@@ -263,8 +266,8 @@ def _group(
 ) -> frozenset[str] | None:
     """The set of GPUs to serve a demand for devices together: one that already serves it, or the cheapest.
 
-    The next decision may choose another set, because offers that others caused made it cheaper. Prices never rise, so
-    the choice settles.
+    The next decision may choose another set, because offers published for other demands made it cheaper. Offers of a
+    kind in demand stay, so the choices settle, one demand after the other, while fleet and demands stay the same.
     """
     scored = []
     for group in demand.together:
@@ -280,8 +283,8 @@ def _price(
 ) -> tuple[int, bool, float] | None:
     """The price of ``count`` devices on ``eligible``; None if they don't fit.
 
-    The number of full GPUs that are divided into shares, whether offers are missing, and the growth of
-    fragmentation.
+    How many of them are full GPUs that could be offered as shares, whether published offers are missing, and the growth
+    of fragmentation.
     """
     published_count = sum(1 for place in published if draft.fleet.within(place, eligible))
     growth, shared = 0.0, 0

@@ -4,8 +4,8 @@ The pods' pending claims come first, by priority and then by age. The claims of 
 node, or not at all, and so are the pods of a gang, on any nodes. If there is no room for a pod or gang, later ones may
 take the free memory. After a while one such pod gets a reservation: nothing new is offered on the GPUs that are kept
 for it (``controller.curation.reservation``). What is left is offered for future claims: first ``offers`` full GPUs,
-then one device of each other kind in turn, ``offers`` times. Published offers are preferred, because to replace one
-takes about as long as a fence.
+then one device of each other kind in turn, ``offers`` times. Published offers are preferred, because what replaces one
+has to wait until it is fenced and withdrawn.
 """
 
 from __future__ import annotations
@@ -54,15 +54,19 @@ class DisjointPlanner:
     def plan(self, queue: Queue, devices: DeviceIndex) -> PlannedOffers:
         """Offers for each pending claim that has room, then some of each kind for future claims."""
         reserved = self._reservations.update(queue)
-        return self.curate(queue, devices.offered, self._wider_offers.next_node(queue), reserved)
+        return self.curate(queue, devices.offered, self._wider_offers.node_in_turn(queue), reserved)
 
     def curate(
-        self, queue: Queue, published: Collection[Offer], only_on: Mapping[str, Nodes], reserved: Reserved | None = None
+        self,
+        queue: Queue,
+        published: Collection[Offer],
+        preferred_nodes: Mapping[str, Nodes],
+        reserved: Reserved | None = None,
     ) -> PlannedOffers:
         """The plan, which depends on the arguments only. ``published`` are the present offers.
 
-        ``only_on``: by key of a claim that offers did not help (``controller.curation.wider_offers``), the nodes to
-        plan on.
+        ``preferred_nodes``: by key of an overdue claim (``controller.curation.wider_offers``), the nodes on which to
+        plan its devices; ignored if its pod can run on none of them.
         """
         fleet = without(queue.feasibility.fleet, reserved)
         ranked = self._ranked
@@ -77,17 +81,17 @@ class DisjointPlanner:
             gang = gang_of.get(pod.metadata.key)
             if gang is not None:
                 if gang not in done and not gang.missing:
-                    planned |= plan.serve_gang(gang, planned.keys(), only_on)
+                    planned |= plan.serve_gang(gang, planned.keys(), preferred_nodes)
                 done.add(gang)
             elif planned.keys().isdisjoint(pending.key for pending in queue.of_pod(pod)):
-                planned |= plan.serve_pod(pod, only_on)
+                planned |= plan.serve_pod(pod, preferred_nodes)
         plan.fill(self._offers)
-        offers = {key: tuple(map(ranked.offer, places)) for key, places in planned.items()}
-        return PlannedOffers(tuple(map(ranked.offer, sorted(plan.places))), offers)
+        by_claim = {key: tuple(map(ranked.offer, places)) for key, places in planned.items()}
+        return PlannedOffers(tuple(map(ranked.offer, sorted(plan.places))), by_claim)
 
 
 class _Plan:
-    """Places that are planned one after the other, each together with the ones before.
+    """Places that are planned one after the other; each fits next to those that were planned before.
 
     ``published`` are the places of present offers.
     """
@@ -109,9 +113,11 @@ class _Plan:
         """The steps left for the search, by namespace: no tenant keeps others from being planned."""
 
     def serve_gang(
-        self, gang: Gang, planned: Collection[str], only_on: Mapping[str, Nodes]
+        self, gang: Gang, planned: Collection[str], preferred_nodes: Mapping[str, Nodes]
     ) -> dict[str, tuple[FleetPlace, ...]]:
-        """Plan devices for as many pods of ``gang`` as it needs at least, or for none; by key of the claim.
+        """Plan devices for all pods of ``gang`` that there is room for; for none if they are fewer than it needs.
+
+        Returns the places by key of the claim.
 
         ``planned`` are the keys of claims that have devices already.
         """
@@ -123,7 +129,7 @@ class _Plan:
         for pod in gang.pods:
             keys = {pending.key for pending in self._queue.of_pod(pod)}
             shares_devices = not keys.isdisjoint(of_gang.keys() | planned)
-            places = {} if shares_devices else self.serve_pod(pod, only_on)
+            places = {} if shares_devices else self.serve_pod(pod, preferred_nodes)
             if shares_devices or places:
                 served += 1
             of_gang |= places
@@ -135,11 +141,11 @@ class _Plan:
         self._published.update(published)
         return {}
 
-    def serve_pod(self, pod: Pod, only_on: Mapping[str, Nodes]) -> dict[str, tuple[FleetPlace, ...]]:
+    def serve_pod(self, pod: Pod, preferred_nodes: Mapping[str, Nodes]) -> dict[str, tuple[FleetPlace, ...]]:
         """Plan devices for all pending claims of ``pod``, or for none; by key of the claim."""
         keys = [pending.key for pending in self._queue.of_pod(pod)]
         nodes = self._queue.nodes_for(pod)
-        nodes = nodes.intersection(*(only_on[key] for key in keys if key in only_on)) or nodes
+        nodes = nodes.intersection(*(preferred_nodes[key] for key in keys if key in preferred_nodes)) or nodes
         budget = self._budgets[pod.metadata.namespace]
         for requirements in self._queue.combinations(pod):
             need, requests = (requirements, nodes), requirements.requests
@@ -169,7 +175,7 @@ class _Plan:
         best = draft.best(None)
         if best is None:
             return None
-        kept = min(self._drop_full(kind), key=lambda place: (draft.rank(place), place), default=None)
+        kept = min(self._published_with_room(kind), key=lambda place: (draft.rank(place), place), default=None)
         if kept is not None and draft.rank(kept).growth <= best.ranked.terms.growth + STICKINESS:
             return kept
         return best.place
@@ -180,7 +186,7 @@ class _Plan:
         published = [
             place
             for selected, group in kinds.items()
-            for place in self._drop_full(selected.kind)
+            for place in self._published_with_room(selected.kind)
             if selected.has(place.spot) and self._fleet.within(place, group)
         ]
         places = published or [place for selected, group in kinds.items() for place in self._best_of(selected, group)]
@@ -206,7 +212,7 @@ class _Plan:
             return []
         spots_by_gpu: defaultdict[str, list[Spot]] = defaultdict(list)
         for kind in self._published:
-            for place in self._drop_full(kind):
+            for place in self._published_with_room(kind):
                 spots_by_gpu[self._fleet.uuid(place)].append(place.spot)
         gpus, needed = self._feasibility.fleet.gpus, sum(requirements.counts)
         published_on = Counter(gpus[uuid].node for uuid, spots in spots_by_gpu.items() for _ in spots)
@@ -240,8 +246,8 @@ class _Plan:
         chosen = choose_devices(gpus, states, requirements, self._feasibility.matching.value, budget, published)
         return [FleetPlace(*position_of[gpu.gpu.uuid], spot) for gpu, spot in chosen]
 
-    def _drop_full(self, kind: OfferKind) -> list[FleetPlace]:
-        """Published offers of ``kind`` that have room; drops the others, as the free memory only shrinks."""
+    def _published_with_room(self, kind: OfferKind) -> list[FleetPlace]:
+        """The published offers of ``kind`` that have room; the others are forgotten: the free memory only shrinks."""
         admits = self._draft(kind).admits
         self._published[kind] = [place for place in self._published[kind] if admits(place)]
         return self._published[kind]
@@ -262,7 +268,7 @@ class _Plan:
             draft.remove(place)
 
     def _draft(self, kind: OfferKind) -> OfferDraft:
-        """The draft with all planned places that ranks those of ``kind``."""
+        """The draft that ranks the free places of ``kind``; it has all planned places, of whatever kind."""
         if kind not in self._drafts:
             draft = self._drafts[kind] = OfferDraft(self._fleet, kind)
             for place in sorted(self.places):

@@ -1,4 +1,4 @@
-"""Places of one kind that are drafted as offers, together with the best of the places that are left (pure)."""
+"""Places that are drafted as offers, together with the best places that are left for one kind (pure)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from driver.placement.occupancy import GpuState
 from driver.placement.ranking import RankedClique, Terms
 
 STICKINESS = 0.5
-"""Memory slices by which an offer must grow fragmentation less than a published one that it replaces."""
+"""An offer replaces a published one only if its growth of fragmentation is less by more than this, in memory slices."""
 
 
 class OfferDraft:
-    """The drafted places of ``kind``, and the best of the places that are left.
+    """The drafted places, of any kind, and the best of the places that are left for ``kind``.
 
     ``growth``: memory slices by which fragmentation grows if all drafted places are allocated.
     """

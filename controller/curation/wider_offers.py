@@ -1,8 +1,9 @@
 """Wider offers for claims that stay pending although free devices would satisfy them (pure but for a memory).
 
 Demand ignores some rules of the scheduler: taints by DeviceTaintRule, CPU and memory that are used up on the nodes with
-offers, affinity between pods. After ``WAIT_SECONDS`` a claim gets offers for all matching devices, on one group of
-nodes after the other. If that doesn't help, offers are not the obstacle, and the next attempt comes later.
+offers, affinity between pods. After ``OVERDUE_AFTER_SECONDS`` a claim gets offers for all matching devices, on one
+group of nodes after the other; where offers are disjoint, its devices are planned on one node after the other. If that
+doesn't help, offers are not the obstacle, and the next attempt comes later.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from controller.demand.pending_claims import PendingClaim, Queue
 CHECK_INTERVAL_SECONDS = 1.0
 """Time between two checks of pending claims."""
 
-WAIT_SECONDS = 4.0
-"""Time that regular offers have for a claim, counted from the last allocation of an equal claim."""
+OVERDUE_AFTER_SECONDS = 4.0
+"""Time after which a claim that lacks devices gets wider offers, from when it was first seen or from the last
+allocation of an equal claim, if that was later."""
 
 MAX_DEFERRAL_SECONDS = 10.0
 """Longest time that allocations of equal claims defer a pending claim: their devices may be of no use to it."""
@@ -57,15 +59,15 @@ class WiderOffers:
 
     @property
     def next_s(self) -> float | None:
-        """Seconds after which ``widened`` may change by time alone; None while no claim is pending."""
+        """Seconds after which ``widened`` may change by time alone; None while no claim lacks devices that are free."""
         return CHECK_INTERVAL_SECONDS if self._waits else None
 
     def widened(self, queue: Queue) -> Mapping[str, Nodes]:
         """The nodes that must offer all matching devices, by key of the claim."""
         return self._turns(queue, lambda pending: _groups(queue, pending))
 
-    def next_node(self, queue: Queue) -> Mapping[str, Nodes]:
-        """The same for disjoint offers, of which few fit at once: one node for the devices of each claim."""
+    def node_in_turn(self, queue: Queue) -> Mapping[str, Nodes]:
+        """The node on which to plan disjoint offers for each overdue claim, by its key: few fit at once."""
         return self._turns(queue, lambda pending: [frozenset({node}) for node in _feasible(queue, pending)])
 
     def _turns(self, queue: Queue, groups_of: Callable[[PendingClaim], Sequence[Nodes]]) -> Mapping[str, Nodes]:
@@ -103,7 +105,7 @@ class WiderOffers:
 
     def _overdue_seconds(self, pending: PendingClaim, now: float) -> float:
         """Seconds since the time for regular offers ended; negative before."""
-        return now - self._waits[pending.key].last_deferred - WAIT_SECONDS
+        return now - self._waits[pending.key].last_deferred - OVERDUE_AFTER_SECONDS
 
     def _turn(self, groups: Sequence[Nodes], pending: PendingClaim, now: float) -> Nodes:
         """The one of ``groups`` whose turn it is; none in a pause."""

@@ -18,7 +18,7 @@ from controller.decision.choose import ChosenOffers
 from controller.decision.node_labels import LABEL_SETS, NodeLabels
 from controller.decision.plan_writer import PlanWriter
 from controller.decision.read import DecisionInput
-from controller.demand.demand import nodes_matching_held
+from controller.demand.demand import nodes_with_requests_for_all
 from controller.demand.feasibility import Nodes
 from controller.eviction.failed_starts import FailedStarts
 from controller.eviction.overlapping_allocations import OverlapEvictor
@@ -49,7 +49,7 @@ class Asked(NamedTuple):
     possible: frozenset[Offer]
     listed: frozenset[Offer]
     withdrawn: frozenset[PoolDevice]
-    matching_held: Nodes = NO_NODES
+    with_requests_for_all: Nodes = NO_NODES
     monitored: Nodes = NO_NODES
 
 
@@ -81,16 +81,16 @@ class WriteStage:
 
     def write(self, seen: DecisionInput, offers: ChosenOffers) -> None:
         """Write plans and labels, and evict pods; what can not be done now is done later."""
-        matching_held = nodes_matching_held(seen.queue)
+        with_requests_for_all = nodes_with_requests_for_all(seen.queue)
         monitored = seen.queue.monitored_nodes if seen.queue.monitoring else NO_NODES
-        asked = Asked(seen.mode, offers.possible, offers.listed, offers.withdrawn, matching_held, monitored)
+        asked = Asked(seen.mode, offers.possible, offers.listed, offers.withdrawn, with_requests_for_all, monitored)
         if seen.is_same_cluster and asked == self._asked and time.monotonic() < self._due_at:
             return
         self._asked = None
         plans, views, changed = seen.snapshot.plans, seen.snapshot.views, seen.snapshot.changed
         most_gpus = publish_held_limit(self._settings, seen.minor_version)
         publish_held = self._held_publication.decide(
-            len(seen.fleet.gpus), most_gpus, plans, seen.nodes.names, matching_held
+            len(seen.fleet.gpus), most_gpus, plans, seen.nodes.names, with_requests_for_all
         )
         specs = self._specs.update(views, changed, seen.fleet, asked, publish_held)
         written = self._writer.write(specs, plans, self._specs.owners, self._specs.changed | changed.names)

@@ -1,8 +1,8 @@
 """The devices that must be offered so that pending claims can be allocated (pure).
 
-Demand for a claim that requests one device names the GPUs that have it; for several devices, the sets of GPUs of which
-one must provide them all. A claim whose requirements a kind and a set of GPUs can't express (devices of different kinds
-on one node, different values of an attribute, certain placements) gets demand on the fullest node that satisfies it.
+For a claim that requests one device, demand names the GPUs that have such a device; for several devices it names sets
+of GPUs, one of which must provide them all. Some requirements can't be expressed so: devices of different kinds on one
+node, different values of an attribute, certain placements. They make demand on the fullest node that satisfies them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ Eligible = frozenset[str] | None
 class Demand:
     """Devices that pending claims need: ``count`` of ``kind`` on the GPUs of ``eligible``.
 
-    ``together`` names sets of GPUs of which one must provide all ``count`` (a matchAttribute constraint): the GPUs of
-    each clique for training, each GPU alone for partitions of one GPU. ``all_devices``: offer all that is possible on
-    those GPUs (for a claim that selects more finely than by GPU, or that no offer served).
+    ``together``: sets of GPUs, one of which must provide all ``count`` devices: the GPUs of each node or, with
+    matchAttribute constraints, those of a node with equal values (an NVLink clique; a single GPU for partitions of one
+    GPU). Empty if any GPUs of ``eligible`` will do. ``all_devices``: offer all that is possible on those GPUs (for a
+    claim that selects more finely than by GPU, or that no offer served).
     """
 
     kind: OfferKind
@@ -43,8 +44,9 @@ class Demand:
 def demand_of(queue: Queue, widened: Mapping[str, Nodes] = NONE) -> list[Demand]:
     """Demand for every pending claim, except those of gangs that the scheduler can not place at present.
 
-    Offers for the pods of a gang that are still to be created must stand when the scheduler first tries: it tries again
-    after a second, and then ever later. Claims for one device with the same eligible GPUs make one demand.
+    A gang's pods that are not created yet count, too: their offers must be published before the scheduler's first
+    attempt, since it tries again only after a second, and then at growing intervals. Claims for one device with equal
+    eligible GPUs make one demand.
 
     ``widened``: by key of a claim, the nodes that offer all matching devices (``controller.curation.wider_offers``).
     """
@@ -56,7 +58,7 @@ def demand_of(queue: Queue, widened: Mapping[str, Nodes] = NONE) -> list[Demand]
     for pending in queue.pending:
         if pending.key in widened:
             demands += _all_of_claim(queue, pending, widened[pending.key])
-    demands += [Demand(selected.kind, 1, gpus, all_devices=True) for selected, gpus in _matching_held(queue)]
+    demands += [Demand(selected.kind, 1, gpus, all_devices=True) for selected, gpus in _kinds_requested_whole(queue)]
     plain: Counter[tuple[OfferKind, Eligible]] = Counter()
     rest: list[Demand] = []
     for demand in demands:
@@ -67,15 +69,15 @@ def demand_of(queue: Queue, widened: Mapping[str, Nodes] = NONE) -> list[Demand]
     return [*(Demand(kind, count, eligible) for (kind, eligible), count in plain.items()), *rest]
 
 
-def nodes_matching_held(queue: Queue) -> Nodes:
-    """The nodes that must publish their held devices, because a pending claim matches them."""
-    gpus = frozenset[str]().union(*(gpus for _, gpus in _matching_held(queue)))
+def nodes_with_requests_for_all(queue: Queue) -> Nodes:
+    """The nodes that must publish their held devices, because a pending claim requests all devices of a node."""
+    gpus = frozenset[str]().union(*(gpus for _, gpus in _kinds_requested_whole(queue)))
     return frozenset(queue.feasibility.fleet.gpus[uuid].node for uuid in gpus)
 
 
-def _matching_held(queue: Queue) -> Iterator[tuple[SelectedKind, Group]]:
-    """Kinds of devices and GPUs that pending claims match whether they are held or not."""
-    for pending, request in queue.matching_held:
+def _kinds_requested_whole(queue: Queue) -> Iterator[tuple[SelectedKind, Group]]:
+    """The kinds of devices, and their GPUs, that requests for all devices select, held or not."""
+    for pending, request in queue.requests_for_all:
         yield from queue.feasibility.kinds(request.selector, queue.nodes(pending)).items()
 
 
@@ -123,31 +125,33 @@ def _of_kind(
 def _on_one_node(
     queue: Queue, pending: PendingClaim, requirements: ClaimRequirements, nodes: Nodes
 ) -> Iterable[Demand] | None:
-    """Demand on the node found for a claim that sets of GPUs can't describe; None for other claims.
+    """Demand on the node found for a claim; None if the demand of each request is enough, or if no node is found.
 
-    Where devices of several kinds are allocated together, all are offered: the best place of one kind may
-    lie on the very GPU that another kind needs.
+    One node is chosen if the claim has several requests or companions, or if all matching devices must be offered
+    because sets of GPUs can't describe it: it selects or constrains placements, needs different values, has constraints
+    of several requests, or devices of several kinds are allocated together. Of several kinds, the best place of one may
+    lie on the very GPU that another one needs.
     """
     feasibility, companions = queue.feasibility, queue.companions(pending)
     all_claims = [claim for claim in map(queue.preferred_requirements, companions) if claim is not None]
     requests = [request for claim in all_claims for request in claim.requests]
     kinds = {selected for request in requests for selected in feasibility.kinds(request.selector, nodes)}
     several = len(requirements.requests) > 1
-    by_placement = any(
+    constrains_placement = any(
         constraint.attribute.rpartition("/")[2] == BY_PLACEMENT for constraint in requirements.constraints
     )
-    finer = by_placement or any(constraint.distinct or several for constraint in requirements.constraints)
+    constrained = constrains_placement or any(constraint.distinct or several for constraint in requirements.constraints)
     single = len(requirements.requests) == len(companions) == 1
     mixed = len(kinds) > 1 and not (single and requirements.requests[0].count in {1, None})
-    exact = finer or mixed or any(selected.starts is not None for selected in kinds)
-    if single and not exact:
+    offers_all = constrained or mixed or any(selected.starts is not None for selected in kinds)
+    if single and not offers_all:
         return None
     node = queue.find_node(pending).node
     if node is None:
         return None
     only = frozenset({node})
     return [
-        Demand(selected.kind, count, gpus, all_devices=exact)
+        Demand(selected.kind, count, gpus, all_devices=offers_all)
         for request in requirements.requests
         for selected, gpus in feasibility.kinds(request.selector, only).items()
         if (count := feasibility.count(request, selected, only))

@@ -28,7 +28,7 @@ FLEET_STEPS = 4000
 """Devices tried on all nodes for one set of requirements."""
 
 ROUNDING = 1e-6
-"""Memory slices that are ignored: a share takes a fraction of one."""
+"""Tolerance in memory slices for rounding errors: a share takes a fraction of one."""
 
 States = tuple[GpuState, ...]
 Bound = tuple[Hashable, ...]
@@ -62,7 +62,7 @@ def slices_of(state: GpuState, kind: OfferKind) -> float:
     return float(windows[0].bit_count() if windows else state.geometry.slices)
 
 
-def is_in_use(gpu: FleetGpu, matches: Matches) -> bool:
+def refuses_request_for_all(gpu: FleetGpu, matches: Matches) -> bool:
     """Whether the scheduler would refuse a request for all devices here: a selected device is held, or tainted.
 
     Others need no check: neither devices that overlap a held one nor free devices of an unhealthy GPU are published.
@@ -209,6 +209,7 @@ class _DeviceSearch:
             return self._satisfy(index + 1, counts, states, bound)
         if self._capacity(index, states, bound) < left:
             return False
+        # Without constraints the capacity is exact, and no request follows: no device needs to be tried.
         if index + 1 == len(self._requests) and not self._constraints[index] and not self._records:
             return True
         search_state = (index, left, counts, states, bound)
@@ -256,7 +257,7 @@ class _DeviceSearch:
 
     def _take_all(self, index: int, counts: tuple[int, ...], states: States, bound: Bound) -> bool:
         """Takes all selected devices that fit together; refused where one of them is not free."""
-        if any(map(is_in_use, self._gpus, self._matches[index])):
+        if any(map(refuses_request_for_all, self._gpus, self._matches[index])):
             return False
         claim, before = self._claims[index], len(self._chosen)
         for position, matches in enumerate(self._matches[index]):

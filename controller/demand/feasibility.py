@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 from controller.cluster.fleet import Fleet, FleetGpu, Hardware
-from controller.demand.device_search import Budget, SearchOutcome, States, fits, is_in_use, most_devices
+from controller.demand.device_search import Budget, SearchOutcome, States, fits, most_devices, refuses_request_for_all
 from controller.demand.requirements import ClaimRequirements, DeviceRequest
 from controller.demand.selected_devices import Selector, Selectors, shared_matches
 from driver.model.offer import OfferKind, Spot
@@ -65,8 +65,8 @@ class HardwareMemory:
 
     ``kinds`` by selector and nodes, and ``sets`` of GPUs by selector, kind, nodes and attributes. ``free`` slices and
     ``outcomes`` of a node hold as long as its GPUs are the same objects; ``order`` are the nodes by free slices.
-    ``monitors``: how many monitor devices a selector selects on each node that has at least so many. ``present``,
-    ``unheld`` and ``ideal`` are the last ``Feasibility`` of each kind.
+    ``monitors``: by selector and minimum, the nodes on which it selects at least that many monitor devices, and how
+    many. ``present``, ``unheld`` and ``ideal`` are the last ``Feasibility`` of each kind.
     """
 
     hardware: Hardware | None
@@ -251,7 +251,7 @@ class Feasibility:
             counts = Counter(self.fleet.gpus[uuid].node for gpus in selected for uuid in gpus)
             enough = {node: count for node, count in counts.items() if count >= query[1]}
             if any(rejection is not None and rejection.is_exhausted for rejection, _ in among):
-                return enough  # it knows more when there is time again
+                return enough  # not remembered: the selector's time was used up, and a later call may find more
             _remember(self._memory.monitors, query, enough, MAX_SELECTIONS)
         return self._memory.monitors[query]
 
@@ -322,8 +322,8 @@ class Feasibility:
         return sum(most_devices(self.state(self.fleet.gpus[uuid]), only) for uuid in gpus)
 
     def _refuses_all(self, request: DeviceRequest, node: str) -> bool:
-        """Whether the scheduler refuses a request for all devices there, since some of them are in use."""
-        return any(is_in_use(gpu, request.selector.on(gpu)) for gpu in self.fleet.nodes[node])
+        """Whether the scheduler refuses a request for all devices there, since some of them are held or tainted."""
+        return any(refuses_request_for_all(gpu, request.selector.on(gpu)) for gpu in self.fleet.nodes[node])
 
 
 def _remember(memory: dict[K, V], query: K, answer: V, most: int = MAX_ANSWERS) -> None:

@@ -47,7 +47,11 @@ from driver.slices.slice_names import Pool
 
 @dataclass(frozen=True, eq=False)
 class PendingClaim:
-    """An unallocated claim and its pending pods. ``not_created``: the scheduler creates it when it places the pod."""
+    """An unallocated claim and its pending pods.
+
+    ``not_created``: there is no such ResourceClaim; the value stands for its one pod. The scheduler creates the claim
+    when it places the pod, or the pod is pending for a reason of its own.
+    """
 
     claim: Claim
     pods: tuple[Pod, ...]
@@ -80,8 +84,8 @@ class Queue:
         reader = RequirementsReader(matching, cluster.classes, fleet)
         read = [(pending, reader.read(pending.claim)) for pending in self.pending]
         self._requirements = {pending.key: claim.requirements for pending, claim in read}
-        self.matching_held = [(pending, request) for pending, claim in read for request in claim.matching_held]
-        """Pending claims with each request that matches held devices, too."""
+        self.requests_for_all = [(pending, request) for pending, claim in read for request in claim.requests_for_all]
+        """Pending claims with each request for all devices of a node, which matches held devices, too."""
 
         self.monitoring: Mapping[str, tuple[DeviceRequest, ...]] = {
             pending.key: claim.monitoring for pending, claim in read if claim.monitoring
@@ -104,11 +108,14 @@ class Queue:
         return queue
 
     def requirements(self, pending: PendingClaim) -> tuple[ClaimRequirements, ...] | RefusedRequest:
-        """The requirements for each combination of alternatives; none if the claim is for other drivers' devices."""
+        """The requirements for each combination of alternatives.
+
+        Empty if the claim requests only monitor devices or devices of other drivers.
+        """
         return self._requirements[pending.key]
 
     def alternatives(self, pending: PendingClaim) -> tuple[ClaimRequirements, ...]:
-        """The same; none, too, if the claim is refused."""
+        """The ``requirements``; empty also if a request can't be evaluated."""
         requirements = self._requirements[pending.key]
         return () if isinstance(requirements, RefusedRequest) else requirements
 
@@ -211,7 +218,10 @@ class Queue:
 
     @cached_property
     def held_back(self) -> Mapping[str, Gang]:
-        """The gangs for which there is no room at present, by the keys of their claims."""
+        """By key of the claim, the gang for which there is no room at present.
+
+        Only claims all of whose pods are in such gangs.
+        """
         impossible = [gang for gang in self.gangs if self.room(gang).pods < gang.needed]
         gang_of = {pod.metadata.key: gang for gang in impossible for pod in gang.pods}
         return {
@@ -224,9 +234,9 @@ class Queue:
 
     @property
     def expected(self) -> Iterator[tuple[PendingClaim, int]]:
-        """Pending claims of incomplete gangs with room, and how many claims like them are still to come.
+        """Pending claims of incomplete gangs with room, and how many future claims are like them.
 
-        A tenant writes the size of a gang, so these are no more than the fleet can have devices at once.
+        A tenant chooses the size of a gang, so the number is limited to the devices that the fleet can have at once.
         """
         incomplete = [gang for gang in self.gangs if gang.missing]
         most = sum(max(gpu.gpu.memory_slices, gpu.shares) for gpu in self.feasibility.fleet) if incomplete else 0

@@ -91,12 +91,12 @@ class RefusedRequest(NamedTuple):
 class ReadClaim(NamedTuple):
     """``requirements``: for each combination of alternatives, in the scheduler's order; none for other drivers.
 
-    ``matching_held``: the requests for all devices of a node, which match held devices, too. ``monitoring``: the
+    ``requests_for_all``: the requests for all devices of a node, which match held devices, too. ``monitoring``: the
     requests with adminAccess, for monitor devices.
     """
 
     requirements: tuple[ClaimRequirements, ...] | RefusedRequest
-    matching_held: tuple[DeviceRequest, ...]
+    requests_for_all: tuple[DeviceRequest, ...]
     monitoring: tuple[DeviceRequest, ...]
 
 
@@ -118,7 +118,7 @@ class RequirementsReader:
         """What ``claim`` requires. Its first request that can't be evaluated makes it refused."""
         devices, refused = claim.spec.devices, list[RefusedRequest]()
         choices: list[list[tuple[str, str, DeviceRequest | None]]] = []
-        matching_held: list[DeviceRequest] = []
+        requests_for_all: list[DeviceRequest] = []
         monitoring: list[DeviceRequest] = []
         for request in devices.requests:
             alternatives = []
@@ -133,7 +133,7 @@ class RequirementsReader:
                         monitoring.append(request_read)
                     else:
                         required = request_read
-                        matching_held += [request_read] if alternative.takes_all else []
+                        requests_for_all += [request_read] if alternative.takes_all else []
                 alternatives.append((request.name, request.name_of(alternative), required))
             choices.append(alternatives)
         if refused:
@@ -141,10 +141,10 @@ class RequirementsReader:
         combinations = islice(product(*choices), MAX_COMBINATIONS)
         joint = (_requirements(chosen, devices.constraints) for chosen in combinations)
         requirements = tuple(requirements for requirements in joint if requirements.requests)
-        return ReadClaim(requirements, tuple(matching_held), tuple(monitoring))
+        return ReadClaim(requirements, tuple(requests_for_all), tuple(monitoring))
 
     def selector_of(self, alternative: ExactDeviceRequest, namespace: str) -> Selector | None:
-        """What a request of a claim in ``namespace`` selects; None if that is nothing of ours."""
+        """What a request of a claim in ``namespace`` selects; None: nothing of ours, or it can't be evaluated."""
         selector = self._selector(Request(""), alternative, namespace)
         return selector if isinstance(selector, Selector) else None
 
@@ -208,8 +208,8 @@ def _texts(selectors: Iterable[DeviceSelector]) -> Iterator[str]:
 def _capacity_conditions(driver: str, amounts: Mapping[str, str | int]) -> Iterator[str]:
     """Requested capacities as CEL conditions.
 
-    The scheduler compares names as the slices spell them (1.37.1). Ours have no domain: no device has a capacity whose
-    name has one.
+    The scheduler compares a requested name with that in the slice as written (1.37.1). This driver's capacities have no
+    domain, so the condition for a name with a domain is always false.
     """
     for name, amount in sorted(amounts.items()):
         there = f'"{name}" in device.capacity["{driver}"]'

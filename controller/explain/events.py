@@ -88,7 +88,11 @@ def written_events(client: KubeClient) -> list[WrittenEvent]:
 
 
 class EventReporter:
-    """Reports each fact once as an Event; reasons of claims every time: the recorder renews Events while they last."""
+    """Reports reasons and faulty objects as Events.
+
+    Reasons and unreadable objects are reported again each time: the recorder renews their Events while they last.
+    Faulty labels of a node are reported when they change.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -107,10 +111,10 @@ class EventReporter:
                 continue
             named = OF_CLAIM.match(event.message) if about.kind == "Pod" else None
             name = about.name if named is None else named["name"]
-            is_itself = about.kind == "Pod" and named is None
-            key = f"Pod/{Key(about.namespace, name)}" if is_itself else str(Key(about.namespace, name))
+            is_about_pod_itself = about.kind == "Pod" and named is None
+            key = f"Pod/{Key(about.namespace, name)}" if is_about_pod_itself else str(Key(about.namespace, name))
             claim = Claim(Metadata(name=name, namespace=about.namespace))
-            before = reported.get(key) or PendingClaim(claim, (), not_created=is_itself)
+            before = reported.get(key) or PendingClaim(claim, (), not_created=is_about_pod_itself)
             metadata = Metadata(name=about.name, namespace=about.namespace, uid=about.uid)
             if about.kind == "Pod":
                 reported[key] = replace(before, pods=(*before.pods, Pod(metadata)))
@@ -119,10 +123,11 @@ class EventReporter:
         self._reported = {**reported, **self._reported}
 
     def claims(self, reasons: Iterable[ClaimReason], queue: Queue) -> dict[str, ClaimReason]:
-        """One Event for each claim and for its pods, which always has the present reason; the last one is Allocated.
+        """Report each claim's reason in one Event of the claim and one of each of its pods, which follow the reason.
 
-        A claim that is not created yet has those of its pod only. The reason of a gang is an Event of its PodGroup.
-        That a claim waits is reported if it had another reason before. Returns the reasons by key of the claim.
+        Once a claim is no longer pending, its Event changes to Allocated, NotUsed or Waits (``_end``). A claim that is
+        not created yet has Events of its pod only. The reason of a gang is also an Event of its PodGroup. Waits is
+        reported only of a claim that had another reason before. Returns the reasons by key of the claim.
         """
         groups: set[Key] = set()
         current: dict[str, PendingClaim] = {}
@@ -138,34 +143,37 @@ class EventReporter:
                 self._recorder.event(reference, reason.code.value, reason.sentence, "Warning", PENDING, lasting=True)
             current[pending.key] = pending
             kind: Type = "Normal" if reason.code in PASSING else "Warning"
-            self._about(pending, reason.code.value, reason.sentence, kind, reason.of_pods)
+            self._record(pending, reason.code.value, reason.sentence, kind, reason.of_pods)
         waiting = {pending.key: pending for pending in queue.pending}
         for key, before in self._reported.items():
             if key in waiting and key not in current:
                 current[key] = waiting[key]
-                self._about(waiting[key], ReasonCode.WAITS.value, NO_LONGER, "Normal")
+                self._record(waiting[key], ReasonCode.WAITS.value, NO_LONGER, "Normal")
             elif key not in current:
                 self._end(before, queue)
         self._reported = current
         return by_claim
 
     def _end(self, before: PendingClaim, queue: Queue) -> None:
-        """The last Event of a claim that is not pending any more; none if it is gone."""
+        """Record the last Event of a claim that is no longer pending.
+
+        A deleted ResourceClaim gets none. A pod without claim that was not placed gets Waits, even if it was deleted.
+        """
         claims, key = queue.cluster.claims, before.claim.metadata.key
         if before.not_created:
             placed = {pod.metadata.uid: pod.spec.node_name for pod in queue.cluster.pods if pod.spec.node_name}
             if (node := placed.get(before.pods[0].metadata.uid)) is not None:
-                self._about(before, ALLOCATED, f"the scheduler has placed the pod on node {node}", "Normal")
+                self._record(before, ALLOCATED, f"the scheduler has placed the pod on node {node}", "Normal")
             else:
-                self._about(before, ReasonCode.WAITS.value, NO_LONGER, "Normal")
+                self._record(before, ReasonCode.WAITS.value, NO_LONGER, "Normal")
         elif (allocation := claims.allocation(key)) is not None:
             devices = listed([result.device for result in allocation.devices.results])
             pools = listed(list(dict.fromkeys(result.pool for result in allocation.devices.results)))
-            self._about(before, ALLOCATED, f"the scheduler has allocated {devices} of pool {pools}", "Normal")
+            self._record(before, ALLOCATED, f"the scheduler has allocated {devices} of pool {pools}", "Normal")
         elif claims.find(key) is not None:
-            self._about(replace(before, pods=()), NOT_USED, NO_POD, "Normal")
+            self._record(replace(before, pods=()), NOT_USED, NO_POD, "Normal")
 
-    def _about(
+    def _record(
         self,
         pending: PendingClaim,
         reason: str,
@@ -173,7 +181,7 @@ class EventReporter:
         type: Type,  # noqa: A002 - see Recorder
         of_pods: tuple[tuple[Key, Reason], ...] = (),
     ) -> None:
-        """An Event of the claim and of its pods, ``of_pods`` that have a reason of their own."""
+        """Record an Event of the claim and of each of its pods. ``of_pods``: other reasons that some pods have."""
         if not pending.not_created and pending.claim.metadata.uid:
             about = pending.claim.metadata
             claim = Reference("ResourceClaim", about.name, about.namespace, about.uid, "resource.k8s.io/v1")

@@ -29,13 +29,13 @@ MAX_NODES = 64
 """Nodes on which releases, and changes of several GPUs, are tried."""
 
 MAX_UNITS = 512
-"""GPUs, or nodes, of which each is tried without what keeps it from use."""
+"""GPUs, or nodes, from each of which the removal of an obstacle is tried."""
 
 MAX_CHANGES = 5
 """Changes of one kind that are listed."""
 
 REQUEST_CHANGES = {"count", "constraint"}
-"""Kinds of changes after which the claim asks for something else."""
+"""Kinds of changes of the claim itself: if there are no others, changes of several GPUs are tried, then ``class``."""
 
 
 class HelpfulChange(msgspec.Struct, frozen=True):
@@ -127,7 +127,7 @@ def _fewest(
     claim_of: Mapping[tuple[str, str], str],
     limit: int,
 ) -> tuple[tuple[str, ...] | None, bool]:
-    """At most ``limit`` of ``holders`` to end; and whether there are certainly no fewer.
+    """At most ``limit`` of ``holders`` that must end, None if no such set was found; and whether the answer is certain.
 
     Sets are tried by size. If there are too many, claims are left out one by one while the rest is enough.
     """
@@ -177,7 +177,7 @@ def _fleet_without(feasibility: Feasibility, gpus: Sequence[FleetGpu], obstacle:
 def _of_gpus(
     feasibility: Feasibility, requirements: ClaimRequirements, nodes: Nodes, available: Sequence[Availability]
 ) -> Iterator[HelpfulChange]:
-    """Single GPUs, or nodes, without what keeps them from use."""
+    """The removal of an obstacle from a single GPU, or from a whole node for ``NODE_WIDE_OBSTACLES``."""
     units = [
         (obstacle, gpus if obstacle in NODE_WIDE_OBSTACLES else (entry,))
         for obstacle, gpus in _limited_by_node(available)
@@ -215,35 +215,38 @@ def _of_several(
     requirements: ClaimRequirements,
     available: Sequence[Availability],
 ) -> HelpfulChange | None:
-    """The fewest GPUs of a node without what keeps them from use, and the claims of the node that must end, too."""
+    """The removal of one obstacle from several GPUs of a node, and the claims that must end there, too.
+
+    GPUs that are not needed are left out one by one; the change with the fewest GPUs and claims is returned.
+    """
     best: tuple[int, Obstacle, tuple[FleetGpu, ...], tuple[str, ...]] | None = None
     for obstacle, limited in islice(_limited_by_node(available), MAX_NODES):
-        freed, fleet, ended = limited, _fleet_without(feasibility, limited, obstacle), tuple[str, ...]()
+        cleared, fleet, ended = limited, _fleet_without(feasibility, limited, obstacle), tuple[str, ...]()
         if not feasibility.fits_on(list(fleet.unheld), requirements):
             continue
         for entry in sorted(limited, key=_effort, reverse=True) if obstacle not in NODE_WIDE_OBSTACLES else ():
-            others = tuple(gpu for gpu in freed if gpu is not entry)
+            others = tuple(gpu for gpu in cleared if gpu is not entry)
             changed = _fleet_without(feasibility, others, obstacle) if others else fleet
             if others and feasibility.fits_on(list(changed.unheld), requirements):
-                freed, fleet = others, changed
+                cleared, fleet = others, changed
         if not feasibility.fits_on(list(fleet), requirements):
             imagined = Feasibility(fleet, feasibility.matching, is_hypothetical=True)
             release = smallest_release(imagined, requirements, frozenset({limited[0].node}), claim_of)
             if release is None:
                 continue
             ended = release.claims
-        if best is None or len(freed) + len(ended) < best[0]:
-            best = len(freed) + len(ended), obstacle, freed, ended
+        if best is None or len(cleared) + len(ended) < best[0]:
+            best = len(cleared) + len(ended), obstacle, cleared, ended
     if best is None:
         return None
-    _, obstacle, freed, ended = best
-    text = _text(obstacle, freed, "and")
+    _, obstacle, cleared, ended = best
+    text = _text(obstacle, cleared, "and")
     also = f", and {_ended(ended)}" if ended else ""
     return HelpfulChange(obstacle.name.lower(), text + also, ended)
 
 
 def _effort(entry: FleetGpu) -> tuple[bool, bool]:
-    """Sort key: GPUs that hold nothing first, and among them those whose new MIG mode only takes a reset."""
+    """Sort key: GPUs that hold nothing first; of equals those whose new MIG mode is set and only awaits a reset."""
     return bool(entry.held), entry.gpu.mig_mode not in {MigMode.RESET_TO_ENABLE, MigMode.RESET_TO_DISABLE}
 
 
@@ -274,11 +277,11 @@ def _of_nodes(reasoning: Reasoning, pending: PendingClaim, requirements: ClaimRe
     for node, outcome in opened.outcomes(requirements, frozenset(excluded)):
         if outcome is SearchOutcome.FITS:
             by_exclusion.setdefault(excluded[node], []).append(node)
-    yield from admitting(by_exclusion)
+    yield from changes_that_admit(by_exclusion)
 
 
-def admitting(by_exclusion: Mapping[Excluded, Sequence[str]]) -> Iterator[HelpfulChange]:
-    """For nodes that exclude a pod: that they no longer do."""
+def changes_that_admit(by_exclusion: Mapping[Excluded, Sequence[str]]) -> Iterator[HelpfulChange]:
+    """The changes after which nodes would no longer exclude a pod, by what excludes it now."""
     for exclusion, nodes in sorted(by_exclusion.items(), key=lambda item: item[0].text):
         names = listed(sorted(nodes), MAX_CHANGES).replace(", ", " or ")
         if exclusion.kinds == {Exclusion.NOT_READY}:
@@ -286,8 +289,9 @@ def admitting(by_exclusion: Mapping[Excluded, Sequence[str]]) -> Iterator[Helpfu
         elif exclusion.kinds == {Exclusion.CORDONED}:
             yield HelpfulChange("node-uncordoned", f"node {names} were uncordoned (kubectl uncordon {min(nodes)})")
         elif exclusion.kinds == {Exclusion.OTHER_CLAIM}:
-            claims = " and can not have ".join(exclusion.claims)
-            yield HelpfulChange("claim-moved", f"{claims}, were allocated on node {names}: it is once no pod uses it")
+            claims = " and ".join(exclusion.claims)
+            anew = "a claim is allocated anew once no pod uses it"
+            yield HelpfulChange("claim-moved", f"{claims}, were allocated on node {names} ({anew})")
         else:
             yield HelpfulChange("node-admitted", f"its pod could run on node {names}, which {exclusion.text}")
 

@@ -1,16 +1,18 @@
 """The one way from a situation to the reason of each pending claim.
 
-Events, ``tessera why``, ``tessera status``, the web page and ``tessera simulate`` show what this finds. The first of
-these sources that knows a reason has the last word:
+Events, ``tessera why``, ``tessera status``, the web page and ``tessera simulate`` show the reasons found here. A claim
+gets the reason of the first of these sources that has one; ``with_scheduler`` appends what the scheduler reports:
 
-1. ``causes_in_pods_and_claims``: no scheduler tries the pod, or a claim of it is missing. No free device helps it.
+1. ``causes_in_pods_and_claims``: no scheduler tries the pod, a claim of it is missing, refused by a quota or being
+   deleted, no class provides its extended resource, or its claims are allocated and it is not placed.
 2. ``lacking_devices``: no free device satisfies the claim, or its gang lacks devices. No offer helps either.
-3. ``waiting_gangs``: enough is free, but the scheduler tries no pod of the gang before the missing ones exist.
-4. ``pending_despite_offers``: devices that would do are offered, or should be, and the scheduler does not take them.
-5. ``reason_of_disjoint``, ``_awaited``: enough is free, but not offered for this claim yet; or nothing is in the way.
+3. ``waiting_gangs``: the scheduler tries no pod of the gang before the missing ones exist.
+4. ``pending_despite_offers``: matching devices are offered, or should be, and the scheduler does not allocate them.
+5. ``reason_of_disjoint``, ``_without_obstacle``: the devices are not offered for this claim yet, no obstacle is known,
+   or it is unknown whether enough is free.
 
-Permanent reasons come from 1 and 2, so a claim keeps its reason while others come and go; each later source presumes
-that the ones before had nothing to say.
+Each source assumes that those before it have found no reason. Source 2 looks for a permanent reason before a temporary
+one: a claim keeps its permanent reason while other claims come and go.
 """
 
 from __future__ import annotations
@@ -29,18 +31,18 @@ from controller.explain.sources.causes_in_pods_and_claims import UnplacedPods
 from controller.explain.sources.lacking_devices import KnownReasons, Reasoning, reason_of
 from controller.explain.sources.pending_despite_offers import ClaimsDespiteOffers, Sightings
 from controller.explain.sources.scheduler_reports import SchedulerActivity, with_scheduler
-from controller.explain.sources.waiting_gangs import reasons_of_incomplete
+from controller.explain.sources.waiting_gangs import reasons_of_incomplete_gangs
 from driver.clock import Clock, soonest
 
 SHOWN_AGE = timedelta(seconds=5)
 """Age of a kept reason from which on people are told when it was found."""
 
 REST_FACTOR, MAX_REST_SECONDS = 20.0, 2.0
-"""For so many times as long as the last search took, claims keep their reasons: in a burst of pods, decisions are more
-urgent than news about each of them."""
+"""After a search of t seconds claims keep their reasons for ``REST_FACTOR`` * t seconds, at most ``MAX_REST_SECONDS``:
+in a burst of pods, decisions are more urgent than new reasons."""
 
 OVERDUE_SECONDS = 60.0
-"""Time that a claim may be pending although a matching device is offered, unless a flag says otherwise."""
+"""Time that a claim may be pending although a matching device is offered, for ``reasons_in``; the leader has a flag."""
 
 ENOUGH_IS_FREE = "enough is free now; the scheduler has not allocated it yet"
 
@@ -64,7 +66,8 @@ class ReasonFinder:
     ) -> None:
         """``limit_seconds``: about how long ``find`` may take; a claim that is not reached keeps its last reason.
 
-        ``watching``: False if there is one situation only, in which everything has been so for a while.
+        ``watching``: ``find`` is called again and again. Otherwise it is called once: offers count as old, and claims
+        as pending since their pods were created.
         """
         self._clock = clock or Clock()
         self._overdue_seconds, self._limit_seconds = overdue_seconds, limit_seconds
@@ -73,7 +76,7 @@ class ReasonFinder:
         self._sightings = Sightings(self._clock, watching=watching)
         self._last: dict[tuple[str, str], ClaimReason] = {}
         """The reasons of the last situation, by key and UID of the claim."""
-        self._rested_at = -math.inf
+        self._rests_until = -math.inf
         """When claims that have a reason are looked at again (monotonic)."""
         self.postponed = ""
         """The key of the first claim that keeps its last reason because the time is over; empty if there is none."""
@@ -82,19 +85,20 @@ class ReasonFinder:
     def next_s(self) -> float | None:
         """Seconds until a reason may change by time alone; None if none does."""
         if self.postponed:
-            return max(0.0, self._rested_at - self._clock.monotonic())
+            return max(0.0, self._rests_until - self._clock.monotonic())
         return soonest(self._unplaced.next_s, self._sightings.next_s)
 
     def find(self, situation: Situation) -> Iterator[ClaimReason]:
-        """The reason of each pending claim, and of each pod that lacks a claim, as it is found.
+        """The reasons of pods and claims that are not in the queue, then that of each pending claim, as it is found.
 
-        Claims for devices of other drivers only have none. A reason that was kept for a while says since when.
+        A claim that requests only devices of other drivers has no reason. A reason that was found more than
+        ``SHOWN_AGE`` ago has the time when it was found.
         """
         queue = situation.queue
         activity = SchedulerActivity(queue, self._clock)
         unplaced = self._unplaced.reasons(situation)
         self._sightings.update(situation)
-        incomplete = reasons_of_incomplete(queue, self._clock) if queue.gangs else ()
+        incomplete = reasons_of_incomplete_gangs(queue, self._clock) if queue.gangs else ()
         sources = _Sources(
             situation,
             Reasoning(queue, self._known),
@@ -105,7 +109,7 @@ class ReasonFinder:
         yield from (reason for key, reason in unplaced.items() if key not in queued)
         last, self._last = self._last, {}
         began, now = self._clock.monotonic(), self._clock.now()
-        is_resting = began < self._rested_at
+        is_resting = began < self._rests_until
         until = -math.inf if is_resting else began + self._limit_seconds
         first = next((place for place, claim in enumerate(queue.pending) if claim.key == self.postponed), 0)
         self.postponed = ""
@@ -127,7 +131,7 @@ class ReasonFinder:
             yield with_scheduler(shown, activity)
         if not is_resting:
             ended = self._clock.monotonic()
-            self._rested_at = ended + min(REST_FACTOR * (ended - began), MAX_REST_SECONDS)
+            self._rests_until = ended + min(REST_FACTOR * (ended - began), MAX_REST_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ class _Sources:
         )
         queue = situation.queue
         if reason is None and (queue.requirements(pending) != () or pending.key in queue.monitoring):
-            reason = ClaimReason(pending, ReasonCode.WAITS, _awaited(pending, situation))
+            reason = ClaimReason(pending, ReasonCode.WAITS, _without_obstacle(pending, situation))
         return None if reason is None else reason._replace(found_at=now)
 
 
@@ -167,15 +171,16 @@ def reason_of_disjoint(pending: PendingClaim, queue: Queue, plan: DisjointPlan) 
         return ClaimReason(pending, ReasonCode.RESHAPING, sentence)
     if pending.key in queue.held_back or not queue.satisfiable(pending):
         return None
-    sentence = f"the free memory that would do is planned for claims before it: {listed(sorted(plan.offers))}"
+    others = f" (planned for {listed(sorted(plan.offers))})" if plan.offers else ""
+    sentence = f"free memory may be enough for it, but is planned or reserved for other pods{others}"
     return ClaimReason(pending, ReasonCode.BEHIND, sentence)
 
 
-def _awaited(pending: PendingClaim, situation: Situation) -> str:
-    """The sentence for a claim that nothing is known to keep pending."""
+def _without_obstacle(pending: PendingClaim, situation: Situation) -> str:
+    """The sentence for a claim that no known obstacle keeps pending."""
     queue, silent = situation.queue, situation.controller_silent
     if not queue.alternatives(pending) and pending.key in queue.monitoring:
-        return _awaited_monitors(pending, situation)
+        return _monitors_without_obstacle(pending, situation)
     outcome = queue.find_node(pending).outcome
     if outcome is SearchOutcome.NONE:
         return _unknown(situation)
@@ -190,7 +195,7 @@ def _awaited(pending: PendingClaim, situation: Situation) -> str:
     return ENOUGH_IS_FREE
 
 
-def _awaited_monitors(pending: PendingClaim, situation: Situation) -> str:
+def _monitors_without_obstacle(pending: PendingClaim, situation: Situation) -> str:
     """The same for a claim for monitor devices only."""
     if not situation.queue.nodes_with_monitors(pending):
         return _unknown(situation)
@@ -205,5 +210,5 @@ def _awaited_monitors(pending: PendingClaim, situation: Situation) -> str:
 def _unknown(situation: Situation) -> str:
     """Nothing known serves the claim, but not all GPUs are known."""
     nodes = situation.unreported.nodes
-    where = f"the GPUs of {listed(nodes)}, whose node plugin has just started" if nodes else "any GPU"
+    where = f"the GPUs of {listed(nodes)}, which have not been reported" if nodes else "any GPU"
     return f"no GPU that is known satisfies it, and nothing is known yet of {where}"

@@ -13,7 +13,11 @@ from driver.kube.types import Key, Metadata
 
 
 class ReasonCode(StrEnum):
-    """Reasons. Of several alternatives of a claim, the one with the last code in this list is reported."""
+    """Codes of reasons, in an order that matters.
+
+    Of the reasons of a claim's alternatives a temporary one is reported before a permanent one, and of equals the one
+    whose code comes last here (``Reason.nearness``).
+    """
 
     NO_SUCH_CLAIM = "NoSuchClaim"
     OVER_QUOTA = "OverQuota"
@@ -21,7 +25,7 @@ class ReasonCode(StrEnum):
     NODE_NAME = "NodeNameSet"
     GATED = "SchedulingGated"
     NOT_PLACED = "PodNotPlaced"
-    """These six of pods that no free device helps (``controller.explain.sources.causes_in_pods_and_claims``)."""
+    """The six codes above are of pods that no device helps (``explain.sources.causes_in_pods_and_claims``)."""
 
     NO_SUCH_CLASS = "NoSuchClass"
     SELECTOR_REFUSED = "SelectorRefused"
@@ -46,7 +50,8 @@ class ReasonCode(StrEnum):
     NOT_PUBLISHED = "NotPublished"
     TAINTED = "DeviceTainted"
     UNUSED = "OfferStandsUnused"
-    """These three of a claim that can be satisfied (``controller.explain.sources.pending_despite_offers``)."""
+    """The three codes above are of a claim for which enough is free (``explain.sources.pending_despite_offers``).
+    ``TAINTED`` is also the code of one that no untainted device satisfies."""
 
     RESHAPING = "Reshaping"
     """Of a claim for which offers of a GPU are being replaced (``controller.explain.pipeline``)."""
@@ -67,7 +72,7 @@ class ClaimReason(NamedTuple):
     permanent  it does not pass when other claims end, as for ``Reason``
     group      the PodGroup that the reason is about
     of_pods    those of several pods that have a reason of their own
-    found_at   when it was found; None: in the situation of which it is said
+    found_at   when it was found; None: it is current
     """
 
     pending: PendingClaim
@@ -80,7 +85,7 @@ class ClaimReason(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The sentence, for those who look now: with the time when it was found, if that is past."""
+        """The sentence; if it is not current, with the time when it was found."""
         return self.sentence if self.found_at is None else f"{self.sentence} (as of {seconds_time(self.found_at)})"
 
 

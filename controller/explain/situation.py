@@ -18,7 +18,10 @@ from driver.model.offer import Offer
 
 
 class Lookups:
-    """What single reasons need and no cache has; None: not known. These know nothing, as of an imagined cluster."""
+    """Reads of what some reasons need and no cache has. None: not known.
+
+    The methods of this class return None, as for an imagined cluster; ``ClusterReads`` reads from the API server.
+    """
 
     def template_exists(self, template: Key) -> bool | None:
         """Whether there is such a ResourceClaimTemplate."""
@@ -49,15 +52,15 @@ class Situation:
     """One moment of the cluster.
 
     queue               the pending claims and the fleet
-    offered             the published devices that new claims can be allocated, without those known to be fenced
-    is_fence_known      whether it is known what the API server does not let be allocated
-    unpublished         offers of plans that nodes follow and do not publish yet
+    offered             the published devices that can be allocated to new claims, without those known to be fenced
+    is_fence_known      whether the fenced devices are known; if not, ``offered`` may have some of them
+    unpublished         planned offers of nodes that follow their plans but have not published them yet
     silent              nodes that publish nothing that the scheduler takes, and why
     refusing            nodes that do not publish all offers of their plans, and why
     unreported          nodes that have not reported their GPUs
     plan                what is planned for the claims; None where offers may overlap, or if nobody plans
-    controller_silent   seconds since the last heartbeat of a controller that is silent; None: it is not, or unknown
-    lookups             what is looked up for single reasons
+    controller_silent   seconds since the controller's last heartbeat, if it is overdue; None: it is not, or not known
+    lookups             reads for some of the reasons
     """
 
     queue: Queue

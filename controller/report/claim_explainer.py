@@ -13,7 +13,7 @@ from controller.demand.node_eligibility import Excluded
 from controller.demand.pending_claims import PendingClaim
 from controller.eviction.failed_starts import FailedStart
 from controller.explain.events import ALLOCATED, NO_POD, NOT_USED
-from controller.explain.helpful_changes import HelpfulChange, admitting, changes_that_help
+from controller.explain.helpful_changes import HelpfulChange, changes_that_admit, changes_that_help
 from controller.explain.reason import OF_THE_POD, ClaimReason
 from controller.explain.sources.availability import Availability, SelectedGpu, holders_of, listed
 from controller.explain.sources.causes_in_pods_and_claims import AllocatedPods
@@ -204,7 +204,7 @@ class Explainer:
         if reason.code not in OF_THE_POD:
             for node, excluded in AllocatedPods(self._queue, self._view.clock).excluded(pending.pods[0]).items():
                 by_exclusion.setdefault(excluded, []).append(node)
-        return replace(self._brief(pending, reason), changes=tuple(admitting(by_exclusion)))
+        return replace(self._brief(pending, reason), changes=tuple(changes_that_admit(by_exclusion)))
 
     def _counts(self, pending: PendingClaim, available: Sequence[Availability]) -> Iterator[RequestCount]:
         classes = {

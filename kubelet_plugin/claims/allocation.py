@@ -39,7 +39,7 @@ class AllocatedDevice:
 
 
 class ResolvedClaim(NamedTuple):
-    """The devices that a claim gets, and its monitor devices, of whose GPUs it gets nothing."""
+    """The devices that a claim gets, and its monitor devices, which hold nothing of their GPUs."""
 
     devices: Sequence[AllocatedDevice]
     monitors: tuple[MonitorRecord, ...]
@@ -149,7 +149,7 @@ def _parameters(
             if FITTING[type(parameters)] is device.kind:
                 effective[request, device.name] = parameters
             elif request in entry.requests and entry.source != FROM_CLASS:
-                # A class's entries are given the request's name by newer schedulers; it may have one for each kind.
+                # Entries of a class need not fit: it may have one for each kind, and newer schedulers name the request.
                 raise ClaimError(
                     f"{where}: {type(parameters).__name__} is for devices of type {FITTING[type(parameters)].value}, "
                     f"{device.name} has type {device.kind.value}"
@@ -189,11 +189,11 @@ def _refuse_shares_of_one_gpu(reference: ClaimReference, devices: Iterable[Alloc
             )
 
 
-def refuse_overlap(reference: ClaimReference, allocated: Sequence[AllocatedDevice], inventory: Inventory) -> None:
-    """The last check against allocating memory twice, as may happen after a pod was force-deleted.
+def refuse_unusable(reference: ClaimReference, allocated: Sequence[AllocatedDevice], inventory: Inventory) -> None:
+    """Refuse devices that overlap, that another driver has, or whose GPU can't be used at present.
 
-    Raises ClaimError if devices overlap each other or a device of another claim, or belong to another driver, and
-    HardwareError if a GPU can't be used at present.
+    This is the last check against allocating memory twice, as may happen after a pod was force-deleted. Raises
+    ClaimError, and HardwareError if a GPU can't be used.
     """
     for item, other in combinations(allocated, 2):
         if overlap(item.device, other.device):
@@ -207,7 +207,9 @@ def refuse_overlap(reference: ClaimReference, allocated: Sequence[AllocatedDevic
             raise HardwareError(f"claim {reference}: {item.device} can't be used at present: {fault}")
         owner = inventory.reserved_reason(reference.uid, item.device.gpu)
         if owner is not None:
-            raise ClaimError(f"claim {reference}: {item.device} is not ours to give: {owner}; delete the pod")
+            raise ClaimError(
+                f"claim {reference}: {item.device} is reserved for another driver: {owner}; delete the pod"
+            )
         conflict = inventory.conflict(reference.uid, item.device)
         if conflict is not None:
             holder, held = conflict

@@ -35,7 +35,7 @@ class ClaimStores:
     missing_driver: Callable[[], str | None] = lambda: None
 
     def require_driver(self, what: str) -> None:
-        """Raise HardwareError that ``what`` is impossible as long as the node's driver is missing."""
+        """Raise HardwareError if the node's driver is missing. ``what`` begins the message: "X can't be removed"."""
         missing = self.missing_driver()
         if missing is not None:
             raise HardwareError(f"{what} before the node's NVIDIA driver can be used: {missing}")
@@ -45,7 +45,7 @@ class ClaimStores:
         return [record for record in self.checkpoint.records() if record.prepared_in_this_boot(self.boot)]
 
     def recorded_device(self, entry: DeviceRecord) -> Device | None:
-        """Return the device as it was allocated, even if its profile or number of shares has changed since.
+        """Return the device as it was allocated, even if its profile was renamed or its GPU has other shares since.
 
         None if its GPU is unknown or has no such device any more.
         """

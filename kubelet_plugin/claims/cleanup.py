@@ -80,8 +80,8 @@ class ClaimCleanup:
                 stores.checkpoint.note_missing(uid)
                 stores.hold_unrecorded(uid)
 
-    def record_for_release(self, reference: ClaimReference) -> bool:
-        """Write a record, to be released, of the devices in the CDI spec of an unrecorded claim.
+    def write_release_record(self, reference: ClaimReference) -> bool:
+        """Write a record that needs release, of the devices in the CDI spec of an unrecorded claim.
 
         Returns whether the claim now has a record.
 
@@ -100,7 +100,7 @@ class ClaimCleanup:
         return record is not None
 
     def record_of_spec(self, reference: ClaimReference) -> ClaimRecord | None:
-        """Return a record, to be released, of the devices in the CDI spec of an unrecorded claim; None without one."""
+        """A record that needs release, of the devices in the CDI spec of an unrecorded claim; None without a spec."""
         stores = self._stores
         if not stores.cdi.has(reference.uid):
             return None
@@ -118,7 +118,11 @@ class ClaimCleanup:
         )
 
     def _entry(self, reference: ClaimReference, name: str, uuid: str) -> DeviceRecord | None:
-        """The record of one device to release; None if another partition has taken its place."""
+        """The record of one device to release; None if there is nothing to release.
+
+        So it is if the device is unknown and no partition, if what another claim holds overlaps it, or if its partition
+        is gone, was replaced, or may be one that Tessera did not create.
+        """
         stores = self._stores
         device = stores.inventory.device(name)
         if device is None:

@@ -46,10 +46,11 @@ class Partitions:
         self.publishes_existing = publishes_existing
 
     def check_free(self, device: Device) -> bool:
-        """Refuse a device whose memory slices are used by a partition that Tessera did not create.
+        """Refuse a device if a partition that Tessera did not create is in its place.
 
-        Call it before the intent is written: a partition at the placement afterwards is the claim's own. Returns
-        whether the GPU is in MIG mode.
+        For a partition this is one of the same profile at the same placement (if another one overlaps it, NVML refuses
+        the cut), for a full GPU or a share any partition of the GPU. Call it before the intent is written: a partition
+        at the placement afterwards is the claim's own. Returns whether the GPU is in MIG mode.
         """
         gpu = device.gpu
         if device.profile is None or device.placement is None:
@@ -65,8 +66,8 @@ class Partitions:
     def make(self, device: Device, entry: DeviceRecord, mig_enabled: bool | None = None) -> Partition | None:
         """Make ``device`` usable and return its partition, or None for a full GPU or a share.
 
-        ``mig_enabled``: the mode that ``check_free`` read; it implies that no partition is at the placement. None: read
-        both. A partition that Tessera did not create has to exist.
+        ``mig_enabled``: the MIG mode that ``check_free`` read, which also says that no partition is at the placement;
+        None: both are read. If ``entry`` is preexisting, nothing is created: its partition must exist.
         """
         gpu = device.gpu
         if device.profile is None or device.placement is None:
@@ -89,7 +90,8 @@ class Partitions:
     def verify(self, device: Device, entry: DeviceRecord) -> Partition | None:
         """Check what was made for a prepared claim, and make again what was lost.
 
-        Of a GPU that is held as a whole only its last scan is considered: nothing is made on it.
+        A full GPU or a share has no partition: its MIG mode is read, and switched off again, only if the last scan
+        found it on.
         """
         recorded = entry.partition
         if recorded is not None:
@@ -112,11 +114,11 @@ class Partitions:
         nodes = self.host.nodes
         return nodes.of_gpu(gpu) if partition is None else nodes.of_partition(gpu, partition)
 
-    def monitored_nodes(self, uuid: str) -> Sequence[DeviceNode]:
+    def monitor_device_nodes(self, uuid: str) -> Sequence[DeviceNode]:
         """The device nodes that a container needs to monitor a GPU and the partitions that it has now.
 
-        None while the GPU does not answer or is another driver's, and none of partitions that can't be listed: the
-        claim gets what there is.
+        Empty while the GPU does not answer or is reserved for another driver; only the nodes of the GPU itself if its
+        partitions can't be listed: the claim gets what there is.
         """
         gpu, inventory = self._inventory.gpu(uuid), self._inventory
         reason = "it is not on this node" if gpu is None else inventory.fault(gpu) or inventory.reserved_reason("", gpu)
@@ -236,9 +238,10 @@ class Partitions:
         return complete
 
     def _explained(self, device: Device, error: HardwareError) -> HardwareError:
-        """Name the partition in the way: NVML's own error does not. Without one, the hardware failed.
+        """The error to report: it names a partition that overlaps ``device``, as NVML's own error does not.
 
-        Partitions elsewhere on the GPU may use up what only some can have (a profile with media extensions).
+        Without such a partition the cut counts as a failure of the hardware, unless resources are insufficient while
+        the GPU has other partitions: they may use up what only some can have (a profile with media extensions).
         """
         try:
             partitions = self.host.partitions(device.gpu)

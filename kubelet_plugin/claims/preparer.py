@@ -24,7 +24,7 @@ from kubelet_plugin.cdi.spec_format import CdiDevice
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
 from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord, MonitorRecord, device_record
-from kubelet_plugin.claims.allocation import AllocatedDevice, ResolvedClaim, refuse_overlap, resolve
+from kubelet_plugin.claims.allocation import AllocatedDevice, ResolvedClaim, refuse_unusable, resolve
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.cleanup import ClaimCleanup
 from kubelet_plugin.claims.partitions import Partitions
@@ -35,7 +35,7 @@ from kubelet_plugin.step_names import NodeStep, StepRunner
 log = logging.getLogger(__name__)
 
 ENTRIES_OF_MONITOR = 4
-"""A monitor device may need the room of so many entries of other devices in the CDI spec."""
+"""The space for a monitor device in the CDI spec, in entries of other devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,8 @@ class Preparer:
         its kubelet was down, the claim may have been allocated anew, and the kubelet, which does not compare
         allocations, asks for the same UID.
 
-        If it fails, a claim that was not prepared before leaves nothing behind; what could not be undone stays
-        recorded and is undone at the next call or start.
+        If it fails, a claim that was not prepared before leaves nothing behind. What could not be undone is recorded: a
+        repeat for the same allocation continues from there; unprepare, ClaimReconciler and the next start undo it.
         """
         stores, name = self._stores, str(reference)
         with stores.locks.hold([claim_key(reference.uid)], f"preparing claim {name}"):
@@ -133,10 +133,10 @@ class Preparer:
             if not stores.cdi.has(reference.uid):
                 raise StateError(
                     f"claim {reference}: its checkpoint record is unreadable or missing, and so is its CDI spec; it is "
-                    "released once the record was rebuilt from the claim, or the API server has said that it is gone; "
+                    "released once its record was rebuilt, or the API server has reported that the claim is gone; "
                     "if its GPU is gone for good, force-delete the pod"
                 )
-            self.cleanup.record_for_release(reference)
+            self.cleanup.write_release_record(reference)
         with stores.locks.hold([claim_key(reference.uid)], f"unpreparing claim {reference}"):
             record = stores.checkpoint.get(reference.uid)
             if record is None:
@@ -203,7 +203,7 @@ class Preparer:
     def _prepare_allocated(
         self, reference: ClaimReference, record: ClaimRecord | None, allocated: ResolvedClaim
     ) -> ClaimRecord:
-        """Prepare these devices, after undoing an earlier allocation of the claim, which ``record`` may be of."""
+        """Prepare ``allocated``. If ``record`` is of an earlier allocation of the claim, that one is released first."""
         stores = self._stores
         if record is not None and {entry.device for entry in record.devices} != {
             item.device.name for item in allocated.devices
@@ -216,10 +216,10 @@ class Preparer:
             # An earlier version, which knows no monitor devices, has written the record.
             record = replace(record, monitors=allocated.monitors)
             stores.checkpoint.put(record)
-        refuse_overlap(reference, allocated.devices, stores.inventory)
+        refuse_unusable(reference, allocated.devices, stores.inventory)
         # Held before the intent is on disk: concurrent work must find the devices taken.
         stores.inventory.hold(reference, [item.device for item in allocated.devices])
-        # Containers may be running on devices that were prepared before, also if the record was lost.
+        # A claim that was prepared, even one without its record, may be in use: a failure here undoes nothing.
         if record is None and stores.checkpoint.is_unrecorded(reference.uid):
             prepared = self._ensure_prepared(self._rebuild_record(reference, allocated), allocated.devices, {})
         elif record is not None and record.prepared_in_this_boot(stores.boot):
@@ -235,7 +235,10 @@ class Preparer:
     def _prepare_first(
         self, reference: ClaimReference, record: ClaimRecord | None, allocated: ResolvedClaim
     ) -> ClaimRecord:
-        """Prepare a claim that is not prepared; ``record`` is of an attempt that was cut off. A failure is undone."""
+        """Prepare a claim that is not prepared, and undo a failure.
+
+        ``record``: that of a prepare or a release that did not finish; None: there was none.
+        """
         stores = self._stores
         mig_modes: dict[str, bool] = {}
         try:
@@ -287,7 +290,7 @@ class Preparer:
         )
 
     def _rebuild_record(self, reference: ClaimReference, allocated: ResolvedClaim) -> ClaimRecord:
-        """Write a record of a claim whose record was lost. It is in use: the record never says that it needs release.
+        """Write a record of a claim whose record was lost. It may be in use: the record never says to release it.
 
         A partition at the placement of a device is the claim's own; a GPU that is held as a whole must have none.
         """
@@ -335,7 +338,7 @@ class Preparer:
             devices.append(CdiDevice(device.name, uuid, self._partitions.nodes(device.gpu, partition), device.shares))
             entries[device.name] = entry.with_partition(partition)
         for monitor in record.monitors:
-            nodes = self._partitions.monitored_nodes(monitor.gpu_uuid)
+            nodes = self._partitions.monitor_device_nodes(monitor.gpu_uuid)
             devices.append(CdiDevice(monitor.device, monitor.gpu_uuid, nodes))
         for gpu in {item.device.gpu.uuid: item.device.gpu for item in allocated}.values():
             if any(entry.time_slice is not None and entry.gpu_uuid == gpu.uuid for entry in record.devices):

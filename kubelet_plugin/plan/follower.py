@@ -2,7 +2,7 @@
 
 The node removes a device from its slices only if the plan says that it was withdrawn (fenced, and held by no claim) or
 if a prepared device overlaps it. Every other device that a plan leaves out stays, because it may just have been
-allocated. A plan is valid for one epoch of the node (``ModeChoice``).
+allocated. A plan is valid for one epoch of the node (``kubelet_plugin.plan.mode``).
 
 If the plan allows it, the GPUs of a node that offers nothing leave the slices as a whole. Their devices stay in the
 memory of this module and come back together, those of one GPU in one update of their slice: see ``PublishPolicy``. So
@@ -87,14 +87,14 @@ class PlanFollower:
         with self._lock:
             mode_changed = self.mode_choice.choose()
             last = self.publication
-            # A kubelet that starts, or that has not seen the plugin for long, deletes the slices.
+            # At first the slices are not enough: a kubelet that starts, or long missed the plugin, deletes them.
             before = last.names if self._has_published else {*slices.device_names(), *self.memory.now.published}
             mode_changed |= self.mode_choice.ends_wait(has_devices=bool(before))
             policy = (
                 PublishPolicy(offers=frozenset()) if self.mode_choice.is_waiting else self._policy(frozenset(before))
             )
             gpus, left_out = self._without_lost_counters(self.inventory.published(policy), slices)
-            self._publish(gpus, left_out, policy)
+            self._remember_published(gpus, left_out, policy)
             differs = self.publication != last
         if mode_changed:
             self._changes.report(NodeChange.MODE)
@@ -103,13 +103,13 @@ class PlanFollower:
         return gpus
 
     def monitors(self) -> list[Monitor] | None:
-        """The monitor devices to publish now: those of all GPUs that answer, if anybody needs them.
+        """The monitor devices to publish now: those of all GPUs that answer and are not reserved for another driver.
 
         None: what is published stays as it is, because the plan has not been received yet.
 
-        A GPU may be unhealthy, held or cordoned: it is monitored all the same. Without a controller that could say that
-        a claim needs them they are always published; by complete nodes, too: an autoscaler takes a node for unready
-        that has fewer pools than the node that it copied.
+        Unhealthy, held and cordoned GPUs are monitored, too. While the node follows plans, the plan says whether
+        monitor devices are needed. Otherwise they are always published: a standalone node has no controller that could
+        say so, and an autoscaler counts a complete node as unready if it has fewer pools than the node that it copied.
         """
         is_needed = True
         if self.mode_choice.mode is PlanMode.PLANNED:
@@ -131,7 +131,9 @@ class PlanFollower:
         if changed:
             self._changes.report(NodeChange.MODE)
 
-    def _publish(self, gpus: Sequence[PublishedGpu], left_out: tuple[str, ...], policy: PublishPolicy) -> None:
+    def _remember_published(
+        self, gpus: Sequence[PublishedGpu], left_out: tuple[str, ...], policy: PublishPolicy
+    ) -> None:
         """Remember what is published from now on. The caller holds the lock."""
         counted = policy.mode is OfferMode.COUNTERS or any(gpu.counted for gpu in gpus)
         self._has_published = True
@@ -184,7 +186,7 @@ class PlanFollower:
     def _without_lost_counters(
         self, gpus: Sequence[PublishedGpu], slices: PresentSlices
     ) -> tuple[list[PublishedGpu], tuple[str, ...]]:
-        """``gpus``, with those unpublished of which devices overlap and would lose their counters; and their offers."""
+        """``gpus``, with those unpublished whose devices overlap and would lose counters; the names of their offers."""
         if COUNTERS_FIELD not in self._fields.dropped:
             return list(gpus), ()
         lost = {gpu.gpu.uuid for gpu in gpus if gpu.counted and not slices.has_counters(gpu)}

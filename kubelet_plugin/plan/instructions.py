@@ -48,7 +48,7 @@ class Instructions(Protocol):
 
 
 class WatchedInstructions:
-    """``Instructions`` by watches of this process: one thread each runs the ``loops``.
+    """``Instructions`` from watches. Run each of ``loops`` in a thread of its own.
 
     ``default`` is one of PUBLISH_VALUES, and applies if the Node has no label PUBLISH, or one that is not valid.
     """

@@ -21,8 +21,8 @@ class PlanMemory(msgspec.Struct, frozen=True):
 
     ``published``: devices that may have been allocated: those in the slices, which may get deleted meanwhile, and those
     of ``unpublished`` GPUs (UUIDs), which return with their node's next offer. ``offer_mode``: that of the last plan.
-    ``held_gpus``: the numbers of the GPUs of which something is held, by UUID; ``held_shares``: the number of shares of
-    which each held share is one, by UUID of the GPU and number of the share.
+    ``held_gpus``: the numbers of the GPUs of which something is held, by UUID; ``held_shares``: by UUID of the GPU and
+    number of a held share, into how many shares the GPU was divided.
     """
 
     epoch: str
@@ -40,7 +40,7 @@ PLAN_FILE = msgspec.json.Decoder(PlanMemory)
 class RememberedPlan:
     """The present memory of this process; a subclass saves it for the next one.
 
-    ``is_new``: nothing that can be read had been ``saved`` when this process started.
+    ``is_new``: there was no readable memory of an earlier process.
     """
 
     def __init__(self, saved: PlanMemory | None) -> None:

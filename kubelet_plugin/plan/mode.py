@@ -1,7 +1,8 @@
 """Whether a node follows the controller's plans, is standalone, or publishes every device.
 
-An epoch ends whenever the node stops following plans (standalone or complete), because it then offers devices that no
-plan asked for. A new node, of which nothing is published or held, waits for its first plan if there is a controller.
+A new epoch, a random name, begins whenever the node enters standalone or complete mode, because it then offers devices
+that no plan asked for. The node follows only a plan that names its epoch. A new node, of which nothing is published or
+held, waits for its first plan if there is a controller.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from kubelet_plugin.plan.memory import RememberedPlan, new_epoch
 log = logging.getLogger(__name__)
 
 FIRST_PLAN_TIMEOUT_SECONDS = 30.0
-"""How long a plugin waits for the controller after its start."""
+"""Time that a node waits for a controller after the plugin has started, and for its heartbeat after it has begun to
+follow plans."""
 
 HELD_LAG_SECONDS = 2.0
 """How late the slices may show prepared and released devices while the node follows a plan: the scheduler knows them
@@ -29,7 +31,7 @@ from the claims, and each slice update wakes every pending pod."""
 
 ENTERED = {
     PlanMode.PLANNED: "following the controller's plan",
-    PlanMode.STANDALONE: "running standalone: no controller",
+    PlanMode.STANDALONE: "running standalone until a live controller plans for this node",
     PlanMode.COMPLETE: "publishing every device that the GPUs can be",
 }
 
@@ -88,7 +90,7 @@ class ModeChoice:
         return plan.spec if plan is not None and plan.spec.epoch == self._memory.now.epoch else None
 
     def ends_wait(self, *, has_devices: bool = False) -> bool:
-        """End a new node's wait for its first plan if it is over; returns whether it ended now.
+        """End the wait of a new node for its first plan if that is over; returns whether it ended now.
 
         ``has_devices``: devices of the node are published.
         """
@@ -111,7 +113,7 @@ class ModeChoice:
         elif publish_all:
             self._enter(PlanMode.COMPLETE, new_epoch())
         elif before is PlanMode.STANDALONE:
-            # A plan that answers a new node's epoch, which is random, is the work of a live controller.
+            # The epoch of a new node is random, so a plan for it proves that a controller is alive.
             if self.plan_of_epoch() is not None and (self.is_waiting or self._instructions.controller_is_alive()):
                 self._enter(PlanMode.PLANNED, self._memory.now.epoch)
                 self._standalone_at = self._clock() + FIRST_PLAN_TIMEOUT_SECONDS

@@ -47,7 +47,7 @@ FAILED_INTERVAL_SECONDS = 60.0
 """Time until failed preparations are read again: nothing reports that the kubelet has given one up."""
 
 CREATE_INTERVAL_SECONDS = 30.0
-"""Time until a node that may not create its plan tries again."""
+"""Time until a node without a plan object tries again to create it, or looks for it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class PlanReport:
             offer = Offer.parse(text)
             if offer is None or offer not in by_offer:
                 yield f"{text}: this node has no such device"
-            elif by_offer[offer].name not in publication.names or self._is_held(by_offer[offer], plan):
+            elif by_offer[offer].name not in publication.names or self._is_held_unplanned(by_offer[offer], plan):
                 yield f"{text}: {self._unpublished_reason(by_offer[offer], publication.offer_mode)}"
             elif offer.gpu in self.follower.memory.now.unpublished:
                 # Held devices that the plan lacks keep the offers of an unpublished GPU from being published.
@@ -97,10 +97,11 @@ class PlanReport:
                 if unplanned := ", ".join(sorted(held - plan.spec.held_devices)):
                     yield f"{text}: the plan lacks a device of its GPU that a claim still has: {unplanned}"
 
-    def _is_held(self, device: Device, plan: GpuNodePlan) -> bool:
-        """Whether a claim still has ``device`` of which ``plan`` knows nothing: it is published, but not offered.
+    def _is_held_unplanned(self, device: Device, plan: GpuNodePlan) -> bool:
+        """Whether a claim still has ``device`` although ``plan`` does not list it as held.
 
-        So it is after a pod and its claim were deleted by force while the kubelet was down.
+        Then it is published as held. So it is after a pod and its claim were deleted by force while the kubelet was
+        down.
         """
         held = {held.name for held in self.follower.inventory.held_on(device.gpu)}
         return device.name in held - plan.spec.held_devices
@@ -195,7 +196,7 @@ class FenceRelease:
         self._pool = pool
         self._mode = mode
         self._released: str | None = None
-        self._loop = loop("releasing the fence of an absent controller", self._release, RELEASE_COALESCE_SECONDS)
+        self._loop = loop("releasing the fence around this node's devices", self._release, RELEASE_COALESCE_SECONDS)
         self.notify = self._loop.notify
         self.run = self._loop.run
 

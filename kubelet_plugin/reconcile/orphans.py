@@ -221,7 +221,7 @@ class Orphans:
             self._events.node(EventReason.ORPHAN_IN_USE, message, about=reference.uid)
             return
         kind = "record" if reference.uid in self._stores.checkpoint.aside else "cdi-spec"
-        if self._cleanup.record_for_release(reference):
+        if self._cleanup.write_release_record(reference):
             self._cleanup.finish_release(reference.uid)
         self._count(kind)
         message = f"{where} is gone: released what its CDI spec named"

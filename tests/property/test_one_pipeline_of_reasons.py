@@ -108,7 +108,7 @@ def of_leader(view: ClusterView, mode: OfferMode) -> Said:
     for _ in range(3):
         plan = None
         if mode is OfferMode.DISJOINT:
-            turns, reserved = wider_offers.next_node(view.queue), reservations.update(view.queue)
+            turns, reserved = wider_offers.node_in_turn(view.queue), reservations.update(view.queue)
             chosen = DisjointPlanner(Ranking()).curate(view.queue, view.devices.offered, turns, reserved)
             offers = view.devices.offerable(chosen.offers, view.snapshot.plans)
             plan = DisjointPlan(chosen.by_claim or {}, view.devices.obstacles(offers, ()))

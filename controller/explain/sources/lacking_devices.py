@@ -181,7 +181,7 @@ class Reasoning:
         alternatives = queue.requirements(pending)
         if isinstance(alternatives, RefusedRequest):
             return self._reason_alone(pending)
-        for claim, request in queue.matching_held:
+        for claim, request in queue.requests_for_all:
             if claim.key == pending.key and (reason := self._no_match_reason(request, pending)) is not None:
                 return reason
         if self._monitors and (reason := self._monitors.reason(pending, self.excluded)) is not None:

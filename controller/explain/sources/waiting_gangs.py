@@ -29,7 +29,7 @@ def reason_of_gang(queue: Queue, gang: Gang) -> Reason | None:
     return Reason(ReasonCode.GANG, sentence, permanent)
 
 
-def reasons_of_incomplete(queue: Queue, clock: Clock) -> Iterator[ClaimReason]:
+def reasons_of_incomplete_gangs(queue: Queue, clock: Clock) -> Iterator[ClaimReason]:
     """The reasons of gangs whose pods have not all been created a moment after the others."""
     for gang in queue.gangs:
         if not gang.missing or any(age_of(pod, clock) < GRACE_SECONDS for pod in gang.pods):

@@ -45,7 +45,7 @@ class TestReservation:
         assert self.offered == {"a/0", "a/1"}
         assert self.planned(BUSIER, BUSY, small=2, after=WAIT_SECONDS) == {"small-0": {"a/1"}}
         assert self.offered == {"a/1"}
-        assert "planned for claims before it: default/small-0" in self.reasons["default/small-1"]
+        assert "planned for default/small-0" in self.reasons["default/small-1"]
 
     def test_the_reservation_ends_when_the_gpu_is_free(self) -> None:
         self.planned(BUSIER, BUSY)

@@ -12,9 +12,9 @@ from controller.curation.wider_offers import (
     MAX_CLAIMS,
     MAX_DEFERRAL_SECONDS,
     MAX_NODES,
+    OVERDUE_AFTER_SECONDS,
     PAUSE_SECONDS,
     TURN_SECONDS,
-    WAIT_SECONDS,
     WIDE_SECONDS,
     WiderOffers,
 )
@@ -52,7 +52,7 @@ def test_a_claim_that_is_refused_for_long_gets_everything_that_would_do(
 ) -> None:
     there = waiting()
     assert patience.widened(there.queue) == {}
-    clock.advance(WAIT_SECONDS)
+    clock.advance(OVERDUE_AFTER_SECONDS)
     widened = patience.widened(there.queue)
     assert widened == {"default/claim": {"a", "b"}}
     assert any(each.all_devices and each.kind == FULL_KEY for each in demand_of(there.queue, widened))
@@ -62,7 +62,7 @@ def test_nodes_where_its_pod_may_run_come_first_and_the_others_later(patience: W
     there = waiting(nodeSelector={"pool": "training"})
     there.node("a", {"pool": "training"})
     patience.widened(there.queue)
-    clock.advance(WAIT_SECONDS)
+    clock.advance(OVERDUE_AFTER_SECONDS)
     assert patience.widened(there.queue) == {"default/claim": {"a"}}
     clock.advance(TURN_SECONDS)
     assert patience.widened(there.queue) == {"default/claim": {"b"}}
@@ -90,12 +90,12 @@ def test_where_wider_offers_do_not_help_they_end_and_the_next_try_is_later(
     there = waiting()
     patience.widened(there.queue)
     wide = []
-    for _ in range(int(WAIT_SECONDS + WIDE_SECONDS + PAUSE_SECONDS + WIDE_SECONDS + 2 * PAUSE_SECONDS)):
+    for _ in range(int(OVERDUE_AFTER_SECONDS + WIDE_SECONDS + PAUSE_SECONDS + WIDE_SECONDS + 2 * PAUSE_SECONDS)):
         clock.advance(1)
         wide.append("w" if patience.widened(there.queue) else "-")
     lengths = [(mark, len(list(marks))) for mark, marks in groupby(wide)]
     assert lengths[1:4] == [("w", WIDE_SECONDS), ("-", PAUSE_SECONDS), ("w", WIDE_SECONDS)]
-    assert lengths[4][1] >= 2 * PAUSE_SECONDS - WAIT_SECONDS
+    assert lengths[4][1] >= 2 * PAUSE_SECONDS - OVERDUE_AFTER_SECONDS
 
 
 def test_while_others_that_ask_for_the_same_are_served_nobody_loses_patience(
@@ -106,10 +106,10 @@ def test_while_others_that_ask_for_the_same_are_served_nobody_loses_patience(
         there.wants(request(selector=FULL), name=f"other-{number}", status=refused())
     for _ in range(2):
         assert patience.widened(there.queue) == {}
-        clock.advance(WAIT_SECONDS - 0.5)
+        clock.advance(OVERDUE_AFTER_SECONDS - 0.5)
         there.pods.pop()
     assert patience.widened(there.queue) == {}
-    clock.advance(WAIT_SECONDS)
+    clock.advance(OVERDUE_AFTER_SECONDS)
     assert patience.widened(there.queue)
 
 
@@ -119,10 +119,10 @@ def test_others_that_are_served_put_off_nobody_for_long(patience: WiderOffers, c
         there.wants(request(selector=FULL), name=f"other-{number}", status=refused())
     widened = []
     for _ in range(10):
-        clock.advance(WAIT_SECONDS - 0.5)
+        clock.advance(OVERDUE_AFTER_SECONDS - 0.5)
         there.pods.pop()
         widened.append(bool(patience.widened(there.queue)))
-    assert widened.index(True) <= (MAX_DEFERRAL_SECONDS + WAIT_SECONDS) / (WAIT_SECONDS - 0.5) + 1
+    assert widened.index(True) <= (MAX_DEFERRAL_SECONDS + OVERDUE_AFTER_SECONDS) / (OVERDUE_AFTER_SECONDS - 0.5) + 1
 
 
 def test_claims_that_ask_for_the_same_keep_no_others_from_their_turn(patience: WiderOffers, clock: FakeClock) -> None:
@@ -131,7 +131,7 @@ def test_claims_that_ask_for_the_same_keep_no_others_from_their_turn(patience: W
         there.wants(request(selector=FULL), name=f"alike-{number}", status=refused())
     there.wants(request(selector=profile("1g.10gb")), name="small", status=refused())
     patience.widened(there.queue)
-    clock.advance(WAIT_SECONDS)
+    clock.advance(OVERDUE_AFTER_SECONDS)
     assert "default/small" in patience.widened(there.queue)
 
 
@@ -143,7 +143,7 @@ def test_of_many_nodes_only_some_at_a_time_offer_everything_and_all_in_turn(
     there.wants(request(selector=FULL), status=refused())
     queue = there.queue
     patience.widened(queue)
-    clock.advance(WAIT_SECONDS)
+    clock.advance(OVERDUE_AFTER_SECONDS)
     turns = []
     for _ in range(3):
         turns.append(patience.widened(queue)["default/claim"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from controller.demand.demand import Demand, demand_of, nodes_matching_held
+from controller.demand.demand import Demand, demand_of, nodes_with_requests_for_all
 from driver.model.gpu import MigMode
 from driver.model.offer import FULL as FULL_KEY
 from driver.model.offer import SHARE as SHARE_KEY
@@ -154,7 +154,7 @@ def test_a_claim_with_admin_access_gets_monitor_devices_where_its_pod_can_run_an
     there.wants(monitor, nodeSelector={"monitored": "yes"})
     assert there.queue.monitored_nodes == {"a", "b"}
     assert demand_of(there.queue) == []
-    assert not nodes_matching_held(there.queue)
+    assert not nodes_with_requests_for_all(there.queue)
 
 
 def test_no_monitor_devices_are_published_for_a_claim_that_selects_none() -> None:
@@ -169,8 +169,8 @@ def test_everything_is_offered_that_a_claim_matches_whether_it_is_held_or_not() 
     there.wants(request(selector=FULL, allocationMode="All"))
     gpus = frozenset({"a/0", "a/1", "b/0", "b/1", "b/2", "b/3"})
     assert demand_of(there.queue)[-1] == Demand(FULL_KEY, 1, gpus, all_devices=True)
-    assert nodes_matching_held(there.queue) == {"a", "b"}
-    assert not nodes_matching_held(Situation(node_of("a")).wants(request(selector=FULL)).queue)
+    assert nodes_with_requests_for_all(there.queue) == {"a", "b"}
+    assert not nodes_with_requests_for_all(Situation(node_of("a")).wants(request(selector=FULL)).queue)
 
 
 def test_all_is_not_for_a_node_where_some_are_in_use() -> None:

@@ -10,7 +10,7 @@ import pytest
 from controller.demand.demand import demand_of
 from controller.demand.device_search import Budget, choose_devices
 from controller.explain.reason import ReasonCode
-from controller.explain.sources.waiting_gangs import reasons_of_incomplete
+from controller.explain.sources.waiting_gangs import reasons_of_incomplete_gangs
 from driver.model.offer import FULL as FULL_KEY
 from tests.support.clock import FakeClock
 from tests.support.gpus import H100
@@ -215,11 +215,11 @@ def test_a_claim_of_a_gang_that_can_never_be_met_keeps_its_own_reason() -> None:
 def test_a_gang_whose_pods_are_not_all_created_is_told_how_many_are_missing() -> None:
     there = nodes(8).gang("training", *[ONE] * 4, min_count=16)
     assert sentences(there) == set()
-    found = list(reasons_of_incomplete(there.queue, FakeClock()))
+    found = list(reasons_of_incomplete_gangs(there.queue, FakeClock()))
     assert len(found) == 4
     needs = "PodGroup training needs 16 pods at once, and only 4 wait: the scheduler tries none of them before 12"
     assert {(each.code, each.sentence.startswith(needs)) for each in found} == {(ReasonCode.GANG, True)}
-    assert not list(reasons_of_incomplete(nodes(8).gang("whole", ONE, ONE).queue, FakeClock()))
+    assert not list(reasons_of_incomplete_gangs(nodes(8).gang("whole", ONE, ONE).queue, FakeClock()))
 
 
 @pytest.mark.parametrize("count", [1, 7, 8])

@@ -56,7 +56,7 @@ def test_with_disjoint_offers_a_claim_behind_others_is_told_so() -> None:
     cluster.situation.wants(request(selector=FULL), name="second")
     code, message = said(cluster.view(), "second")
     assert code == ReasonCode.BEHIND
-    assert message == "the free memory that would do is planned for claims before it: default/first"
+    assert message.endswith("is planned or reserved for other pods (planned for default/first)")
     assert said(cluster.view(), "first")[0] == ReasonCode.RESHAPING
 
 

@@ -152,7 +152,7 @@ def test_a_claim_that_has_a_device_keeps_it_and_a_new_one_gets_none(node: NodeUn
     take(node, 1)
     node.preparer.prepare(held)
     assert node.held(1) == {small}
-    with pytest.raises(ClaimError, match=r"gpu-1-mig-1g10gb-1.* is not ours to give: mig-manager"):
+    with pytest.raises(ClaimError, match=r"gpu-1-mig-1g10gb-1.* is reserved for another driver: mig-manager"):
         node.preparer.prepare(late)
     assert len(node.partitions(1)) == 1
     node.preparer.unprepare(held)
