@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from email.utils import parsedate_to_datetime
+from functools import lru_cache
 from typing import Any
 from urllib.parse import urlencode
 
@@ -65,8 +66,14 @@ class ServerClock(Clock):
     def now(self) -> datetime:
         date, arrived_at = self.last_date
         with suppress(ValueError):
-            return parsedate_to_datetime(date) + timedelta(seconds=self.monotonic() - arrived_at)
+            return _read_date(date) + timedelta(seconds=self.monotonic() - arrived_at)
         return super().now()
+
+
+@lru_cache(maxsize=1)
+def _read_date(header: str) -> datetime:
+    """Raises ValueError. The same header is read again and again: decisions ask for the ages of all pending pods."""
+    return parsedate_to_datetime(header)
 
 
 class KubeClient:

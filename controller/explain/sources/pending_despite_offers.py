@@ -110,13 +110,14 @@ class Sightings:
         queue = situation.queue
         waiting = (pending for pending in queue.pending if pending.key not in queue.held_back)
         claims = {_uid(pending): pending for pending in waiting if queue.requirements(pending)}
+        now = self._now()
         if self._watching:
-            self._claims = {uid: self._claims.get(uid) or self._now() for uid in claims}
+            self._claims = {uid: self._claims.get(uid, now) for uid in claims}
         else:
             ages = {uid: age_of(claim.pods[0], self._clock) for uid, claim in claims.items()}
             self._claims = {uid: Since(self._clock.monotonic() - age, "") for uid, age in ages.items()}
-        self._devices = {name: self._devices.get(name) or self._now() for name in situation.offered.values()}
-        self._late = {offer: self._late.get(offer) or self._now() for offer in situation.unpublished}
+        self._devices = {name: self._devices.get(name, now) for name in situation.offered.values()}
+        self._late = {offer: self._late.get(offer, now) for offer in situation.unpublished}
 
     @property
     def next_s(self) -> float | None:
