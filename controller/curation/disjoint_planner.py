@@ -199,7 +199,7 @@ class _Plan:
             admits = self._draft(selected.kind).admits
             places = self._fleet.places(selected.kind, group)
             return [place for place in places if selected.has(place.spot) and admits(place)]
-        eligible: Eligible = None if len(group) == self._feasibility.having(selected.kind) else group
+        eligible: Eligible = None if len(group) == self._feasibility.gpus_with(selected.kind) else group
         best = self._draft(selected.kind).best(eligible)
         return [] if best is None else [best.place]
 

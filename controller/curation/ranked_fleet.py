@@ -25,7 +25,7 @@ class FleetPlace(NamedTuple):
 
 
 class CliqueCandidate(NamedTuple):
-    """The best place of one clique, in the order of preference."""
+    """The best place of one clique. The candidate that is preferred compares as less."""
 
     ranked: Ranked
     clique: int
@@ -36,7 +36,7 @@ class CliqueCandidate(NamedTuple):
 
 
 class CliqueCandidates(NamedTuple):
-    """The best place of each clique that has one, also in order; few change at a time."""
+    """The best place of each clique that has one: by clique, and all in the order of preference."""
 
     by_clique: dict[int, CliqueCandidate]
     ordered: list[CliqueCandidate]
@@ -57,7 +57,7 @@ NO_CANDIDATES = CliqueCandidates({}, [])
 
 
 class RankedFleet:
-    """One state of ``fleet``.
+    """The cliques of ``fleet``, ranked.
 
     Rankings of unchanged cliques are taken over from ``before``, an earlier state, so that a change on one GPU costs
     the ranking of one clique.
@@ -65,16 +65,17 @@ class RankedFleet:
 
     def __init__(self, fleet: Fleet, ranking: Ranking, before: RankedFleet | None = None) -> None:
         self.fleet = fleet
-        self.groups = list(fleet.cliques.values())
+        self.gpus_by_clique = list(fleet.cliques.values())
         same = before if before is not None and before.fleet.hardware is fleet.hardware else None
-        changed = range(len(self.groups)) if same is None else _changed(same.groups, self.groups)
+        every = range(len(self.gpus_by_clique))
+        changed = every if same is None else _changed(same.gpus_by_clique, self.gpus_by_clique)
         self.cliques: list[RankedClique] = [] if same is None else list(same.cliques)
         for clique in changed:
-            ranked = ranking.clique(tuple(ranking.gpu(gpu.state) for gpu in self.groups[clique]))
+            ranked = ranking.clique(tuple(ranking.gpu(gpu.state) for gpu in self.gpus_by_clique[clique]))
             self.cliques[clique : clique + 1] = [ranked]  # without an earlier state appended, otherwise replaced
         self.position_of: dict[str, tuple[int, int]] = {} if same is None else same.position_of
         """Clique and position of every GPU; the same while the hardware is."""
-        for clique, group in enumerate(self.groups) if same is None else ():
+        for clique, group in enumerate(self.gpus_by_clique) if same is None else ():
             self.position_of |= {gpu.gpu.uuid: (clique, position) for position, gpu in enumerate(group)}
         self.of_sets: dict[frozenset[str], Mapping[int, list[int]]] = {} if same is None else same.of_sets
         """The positions of sets of GPUs, as ``positions`` returns them."""
@@ -83,7 +84,7 @@ class RankedFleet:
         """By kind, the best place of each clique that has one."""
 
     def uuid(self, place: FleetPlace) -> str:
-        return self.groups[place.clique][place.position].gpu.uuid
+        return self.gpus_by_clique[place.clique][place.position].gpu.uuid
 
     def within(self, place: FleetPlace, eligible: Eligible) -> bool:
         return eligible is None or self.uuid(place) in eligible
@@ -104,7 +105,7 @@ class RankedFleet:
 
     def positions(self, eligible: Eligible) -> Mapping[int, list[int]]:
         if eligible is None:
-            return {clique: list(range(len(group))) for clique, group in enumerate(self.groups)}
+            return {clique: list(range(len(group))) for clique, group in enumerate(self.gpus_by_clique)}
         if eligible not in self.of_sets:
             if len(self.of_sets) >= MAX_SETS:
                 self.of_sets.clear()

@@ -72,7 +72,7 @@ class WiderOffers:
 
     def _turns(self, queue: Queue, groups_of: Callable[[PendingClaim], Sequence[Nodes]]) -> Mapping[str, Nodes]:
         now = self._clock()
-        waiting = (pending for pending in queue.pending if pending.key not in queue.held_back)
+        waiting = (pending for pending in queue.pending if pending.key not in queue.gangs_without_room)
         unsatisfied = {
             pending.key: pending for pending in waiting if lacks_devices(pending) and queue.satisfiable(pending)
         }

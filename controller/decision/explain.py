@@ -64,8 +64,8 @@ class ExplainStage:
     def explain(self, seen: DecisionInput, offers: ChosenOffers) -> ClusterView:
         """Report what this decision found. Returns what it was made from, with the reasons."""
         if not seen.is_same_cluster:
-            self._events.labels(seen.snapshot.cluster.nodes, seen.snapshot.changed.nodes, seen.fleet)
-        self._events.unreadable(self._cache.unreadable())
+            self._events.report_labels(seen.snapshot.cluster.nodes, seen.snapshot.changed.nodes, seen.fleet)
+        self._events.report_unreadable(self._cache.unreadable())
         self._explained += 1
         if self._explained == 2:  # nodes and pods wait for the first decision
             self._events.adopt(written_events(self._client))
@@ -83,12 +83,12 @@ class ExplainStage:
             plan=plan,
             lookups=self._lookups,
         )
-        reasons = self._events.claims(self.finder.find(situation), seen.queue)
+        reasons = self._events.report_claims(self.finder.find(situation), seen.queue)
         if self._metrics is not None:
             codes = {key: reason.code.value for key, reason in reasons.items()}
             self._metrics.decision_made(seen.queue, seen.fleet, offers.wanted, codes, seen.snapshot)
         if seen.queued is not None:
-            self._events.workloads(self._workload_reasons.of(seen.queued, seen.unreported))
+            self._events.report_workloads(self._workload_reasons.of(seen.queued, seen.unreported))
         return decided_view(seen.snapshot, copy.copy(seen.devices), seen.queue, reasons, self._lookups)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from controller.demand.feasibility import Feasibility, Group, Nodes, SelectedKind
-from controller.demand.gpu_equivalence_classes import BY_PLACEMENT
+from controller.demand.gpu_equivalence_classes import PLACEMENT_ATTRIBUTE
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements, DeviceRequest
 from driver.model.offer import OfferKind
@@ -50,9 +50,9 @@ def demand_of(queue: Queue, widened: Mapping[str, Nodes] = NONE) -> list[Demand]
 
     ``widened``: by key of a claim, the nodes that offer all matching devices (``controller.curation.wider_offers``).
     """
-    placeable = (pending for pending in queue.pending if pending.key not in queue.held_back)
+    placeable = (pending for pending in queue.pending if pending.key not in queue.gangs_without_room)
     demands = [demand for pending in placeable for demand in _of_claim(queue, pending)]
-    for pending, count in queue.expected:
+    for pending, count in queue.future_claims:
         for demand in _of_claim(queue, pending):
             demands += [demand] * count if demand.together else [replace(demand, count=count * demand.count)]
     for pending in queue.pending:
@@ -113,12 +113,12 @@ def _of_kind(
     count = feasibility.count(request, selected, nodes)
     eligible = feasibility.kinds(request.selector, nodes)[selected]
     if attributes:
-        eligible = frozenset().union(*feasibility.sets(request, selected, nodes, attributes))
+        eligible = frozenset().union(*feasibility.gpu_sets(request, selected, nodes, attributes))
     if not count or not eligible:
         return
     by_placement = selected.starts is not None
-    anywhere = not by_placement and len(eligible) == feasibility.having(selected.kind)
-    together = feasibility.groups(request, selected, nodes, attributes) if request.count != 1 else ()
+    anywhere = not by_placement and len(eligible) == feasibility.gpus_with(selected.kind)
+    together = feasibility.sufficient_gpu_sets(request, selected, nodes, attributes) if request.count != 1 else ()
     yield Demand(selected.kind, count, None if anywhere else eligible, together, all_devices=by_placement)
 
 
@@ -138,7 +138,7 @@ def _on_one_node(
     kinds = {selected for request in requests for selected in feasibility.kinds(request.selector, nodes)}
     several = len(requirements.requests) > 1
     constrains_placement = any(
-        constraint.attribute.rpartition("/")[2] == BY_PLACEMENT for constraint in requirements.constraints
+        constraint.attribute.rpartition("/")[2] == PLACEMENT_ATTRIBUTE for constraint in requirements.constraints
     )
     constrained = constrains_placement or any(constraint.distinct or several for constraint in requirements.constraints)
     single = len(requirements.requests) == len(companions) == 1

@@ -31,7 +31,7 @@ ROUNDING = 1e-6
 """Tolerance in memory slices for rounding errors: a share takes a fraction of one."""
 
 States = tuple[GpuState, ...]
-Bound = tuple[Hashable, ...]
+Values = tuple[Hashable, ...]
 """For each constraint the value that its devices share, None while it has no devices; if distinct, all their values."""
 
 ValueOf = Callable[[FleetGpu, Spot, str], Hashable | None]
@@ -76,7 +76,7 @@ class SearchOutcome(Enum):
     """``UNKNOWN``: the search was given up."""
 
     FITS = "fits"
-    NONE = "none"
+    NO_ROOM = "no room"
     UNKNOWN = "unknown"
 
 
@@ -154,7 +154,7 @@ class _DeviceSearch:
         self._constraints: list[list[tuple[int, AttributeConstraint]]] = [
             [pair for pair in enumerate(requirements.constraints) if index in pair[1].requests] for index in self._order
         ]
-        self._start: Bound = tuple(
+        self._start: Values = tuple(
             frozenset() if constraint.distinct else None for constraint in requirements.constraints
         )
         self._claims = [requirements.claims[index] if requirements.claims else 0 for index in self._order]
@@ -169,12 +169,12 @@ class _DeviceSearch:
 
     def run(self) -> SearchOutcome:
         if max(self._counts) > MAX_DEVICES or self._needed() > sum(state.free for state in self._states):
-            return SearchOutcome.NONE
+            return SearchOutcome.NO_ROOM
         try:
             satisfied = self._satisfy(0, self._counts, self._states, self._start)
         except _GivenUp:
             return SearchOutcome.UNKNOWN
-        return SearchOutcome.FITS if satisfied else SearchOutcome.NONE
+        return SearchOutcome.FITS if satisfied else SearchOutcome.NO_ROOM
 
     @property
     def devices(self) -> list[tuple[FleetGpu, Spot]]:
@@ -191,7 +191,7 @@ class _DeviceSearch:
             needed += (request.count or 1) * min(sizes, default=0)
         return needed
 
-    def _satisfy(self, index: int, counts: tuple[int, ...], states: States, bound: Bound) -> bool:
+    def _satisfy(self, index: int, counts: tuple[int, ...], states: States, values: Values) -> bool:
         """Whether the requests from ``index`` on can be satisfied.
 
         ``counts``: devices by claim: fixed counts of all requests, plus what requests for all devices before ``index``
@@ -201,37 +201,39 @@ class _DeviceSearch:
             return True
         count = self._requests[index].count
         if count is None:
-            return self._take_all(index, counts, states, bound)
-        return self._take(index, count, counts, states, bound)
+            return self._take_all(index, counts, states, values)
+        return self._take(index, count, counts, states, values)
 
-    def _take(self, index: int, left: int, counts: tuple[int, ...], states: States, bound: Bound) -> bool:
+    def _take(self, index: int, left: int, counts: tuple[int, ...], states: States, values: Values) -> bool:
         if not left:
-            return self._satisfy(index + 1, counts, states, bound)
-        if self._capacity(index, states, bound) < left:
+            return self._satisfy(index + 1, counts, states, values)
+        if self._capacity(index, states, values) < left:
             return False
         # Without constraints the capacity is exact, and no request follows: no device needs to be tried.
         if index + 1 == len(self._requests) and not self._constraints[index] and not self._records:
             return True
-        search_state = (index, left, counts, states, bound)
+        search_state = (index, left, counts, states, values)
         if search_state in self._failed:
             return False
         self._step()
-        for position, spot, bound_after in self._choices(index, states, bound):
+        for position, spot, values_after in self._choices(index, states, values):
             self._chosen.append((index, position, spot))
-            if self._take(index, left - 1, counts, _taken(states, position, spot), bound_after):
+            if self._take(index, left - 1, counts, _taken(states, position, spot), values_after):
                 return True
             self._chosen.pop()
         self._failed.add(search_state)
         return False
 
-    def _capacity(self, index: int, states: States, bound: Bound) -> int:
+    def _capacity(self, index: int, states: States, values: Values) -> int:
         """An upper limit of the devices that the node can still provide for a request and its constraints."""
         constraints = self._constraints[index]
         by_value: list[Counter[Hashable]] = [Counter() for _ in constraints]
         total = 0
         for position, (state, matches) in enumerate(zip(states, self._matches[index], strict=True)):
             usable = [
-                spot for spot in free_spots(state, matches) if self._bind(index, position, spot, bound) is not None
+                spot
+                for spot in free_spots(state, matches)
+                if self._values_with(index, position, spot, values) is not None
             ]
             capacity = most_devices(state, matches) if usable else 0
             total += capacity
@@ -242,20 +244,20 @@ class _DeviceSearch:
             total = min(total, len(counts) if constraint.distinct else max(counts.values(), default=0))
         return total
 
-    def _choices(self, index: int, states: States, bound: Bound) -> Iterator[tuple[int, Spot, Bound]]:
-        """Spots for one more device and the values they bind constraints to; of equivalent spots the first."""
+    def _choices(self, index: int, states: States, values: Values) -> Iterator[tuple[int, Spot, Values]]:
+        """Spots for one more device and the values of the constraints with it; of equivalent spots the first."""
         tried = set()
         later_requests_have_constraints = any(self._constraints[index + 1 :])
         for position, (state, matches) in enumerate(zip(states, self._matches[index], strict=True)):
             others = tuple(row[position] for row in self._matches[index:])
             for spot in free_spots(state, matches):
-                bound_after = self._bind(index, position, spot, bound)
-                equivalent = (position if later_requests_have_constraints else None, state, others, spot, bound_after)
-                if bound_after is not None and equivalent not in tried:
+                values_after = self._values_with(index, position, spot, values)
+                equivalent = (position if later_requests_have_constraints else None, state, others, spot, values_after)
+                if values_after is not None and equivalent not in tried:
                     tried.add(equivalent)
-                    yield position, spot, bound_after
+                    yield position, spot, values_after
 
-    def _take_all(self, index: int, counts: tuple[int, ...], states: States, bound: Bound) -> bool:
+    def _take_all(self, index: int, counts: tuple[int, ...], states: States, values: Values) -> bool:
         """Takes all selected devices that fit together; refused where one of them is not free."""
         if any(map(refuses_request_for_all, self._gpus, self._matches[index])):
             return False
@@ -263,34 +265,34 @@ class _DeviceSearch:
         for position, matches in enumerate(self._matches[index]):
             while free := free_spots(states[position], matches):
                 spot = free[0]
-                bound_after = self._bind(index, position, spot, bound)
-                if bound_after is None:
+                values_after = self._values_with(index, position, spot, values)
+                if values_after is None:
                     del self._chosen[before:]
                     return False
-                states, bound = _taken(states, position, spot), bound_after
+                states, values = _taken(states, position, spot), values_after
                 self._chosen.append((index, position, spot))
         taken = len(self._chosen) - before
         counts = (*counts[:claim], counts[claim] + taken, *counts[claim + 1 :])
-        if taken > 0 and counts[claim] <= MAX_DEVICES and self._satisfy(index + 1, counts, states, bound):
+        if taken > 0 and counts[claim] <= MAX_DEVICES and self._satisfy(index + 1, counts, states, values):
             return True
         del self._chosen[before:]
         return False
 
-    def _bind(self, index: int, position: int, spot: Spot, bound: Bound) -> Bound | None:
+    def _values_with(self, index: int, position: int, spot: Spot, values: Values) -> Values | None:
         """The values of the constraints with one more device; None where it violates one."""
-        values = list(bound)
+        changed = list(values)
         for number, constraint in self._constraints[index]:
             value = self._value(position, spot, constraint.attribute)
-            before = values[number]
+            before = changed[number]
             if isinstance(before, frozenset):
                 if value is None or value in before:
                     return None
-                values[number] = before | {value}
+                changed[number] = before | {value}
             elif value is None or before not in {None, value}:
                 return None
             else:
-                values[number] = value
-        return tuple(values)
+                changed[number] = value
+        return tuple(changed)
 
     def _value(self, position: int, spot: Spot, attribute: str) -> Hashable | None:
         query = (position, spot, attribute)

@@ -166,7 +166,7 @@ class Feasibility:
 
     def may_fit(self, requirements: ClaimRequirements, nodes: Nodes) -> bool:
         """Whether one of ``nodes`` satisfies ``requirements``, or might."""
-        return self.find_node(requirements, nodes).outcome is not SearchOutcome.NONE
+        return self.find_node(requirements, nodes).outcome is not SearchOutcome.NO_ROOM
 
     def fits_on(self, gpus: Sequence[FleetGpu], requirements: ClaimRequirements) -> bool:
         """Whether hypothetical ``gpus`` of one node certainly satisfy ``requirements``."""
@@ -177,11 +177,11 @@ class Feasibility:
         """The fullest of ``nodes`` that satisfies ``requirements``."""
         query = (requirements, nodes)
         if query not in self._found:
-            search = NodeSearch(SearchOutcome.NONE)
+            search = NodeSearch(SearchOutcome.NO_ROOM)
             undecided = 0
             for node, outcome in self.outcomes(requirements, nodes):
                 undecided += outcome is SearchOutcome.UNKNOWN
-                if outcome is not SearchOutcome.NONE:
+                if outcome is not SearchOutcome.NO_ROOM:
                     search = NodeSearch(outcome, node if outcome is SearchOutcome.FITS else None)
                 if outcome is SearchOutcome.FITS or undecided >= MAX_UNDECIDED_NODES:
                     break
@@ -190,7 +190,7 @@ class Feasibility:
 
     def nodes_that_may_fit(self, requirements: ClaimRequirements, nodes: Nodes) -> list[str]:
         """Those of ``nodes`` that satisfy ``requirements``, or might."""
-        return [node for node, outcome in self.outcomes(requirements, nodes) if outcome is not SearchOutcome.NONE]
+        return [node for node, outcome in self.outcomes(requirements, nodes) if outcome is not SearchOutcome.NO_ROOM]
 
     def outcomes(self, requirements: ClaimRequirements, nodes: Nodes) -> Iterator[tuple[str, SearchOutcome]]:
         """Whether each of ``nodes`` with free memory satisfies ``requirements``, the fullest first."""
@@ -255,7 +255,7 @@ class Feasibility:
             _remember(self._memory.monitors, query, enough, MAX_SELECTIONS)
         return self._memory.monitors[query]
 
-    def having(self, kind: OfferKind) -> int:
+    def gpus_with(self, kind: OfferKind) -> int:
         """The number of GPUs in the whole fleet that have devices of ``kind``."""
         having = self._memory.having
         if not having:
@@ -276,7 +276,7 @@ class Feasibility:
             default=0,
         )
 
-    def sets(
+    def gpu_sets(
         self, request: DeviceRequest, selected: SelectedKind, nodes: Nodes, attributes: tuple[str, ...]
     ) -> list[list[str]]:
         """The GPUs on ``nodes`` with ``selected`` devices, by node and values of ``attributes``.
@@ -299,13 +299,13 @@ class Feasibility:
             _remember(memory, query, list(sets.values()), most)
         return memory[query]
 
-    def groups(
+    def sufficient_gpu_sets(
         self, request: DeviceRequest, selected: SelectedKind, nodes: Nodes, attributes: tuple[str, ...]
     ) -> tuple[Group, ...]:
-        """The ``sets`` that can provide the devices; all of them if none has the capacity at present."""
+        """The ``gpu_sets`` that can provide the devices; all of them if none has the capacity at present."""
         query = (request, selected, nodes, attributes)
         if query not in self._groups:
-            sets, count = self.sets(request, selected, nodes, attributes), self.count(request, selected, nodes)
+            sets, count = self.gpu_sets(request, selected, nodes, attributes), self.count(request, selected, nodes)
             enough = [gpus for gpus in sets if self._capacity(gpus, selected) >= count > 0]
             _remember(self._groups, query, tuple(map(frozenset, enough or sets)))
         return self._groups[query]
@@ -314,7 +314,7 @@ class Feasibility:
         """The number of devices requested; for all devices of a node, the most that one node can provide."""
         if request.count is not None:
             return request.count
-        return max((self._capacity(gpus, selected) for gpus in self.sets(request, selected, nodes, ())), default=0)
+        return max((self._capacity(gpus, selected) for gpus in self.gpu_sets(request, selected, nodes, ())), default=0)
 
     def _capacity(self, gpus: Iterable[str], selected: SelectedKind) -> int:
         """The number of ``selected`` devices that these GPUs can provide at once."""

@@ -81,7 +81,7 @@ class GangRoom:
             least, most = math.inf, 0
             for requirements in alternatives:
                 for node, outcome in self._feasibility.outcomes(requirements, nodes):
-                    if outcome is SearchOutcome.NONE:
+                    if outcome is SearchOutcome.NO_ROOM:
                         continue
                     fitting_pods, size = self._on(requirements, node)
                     most, least = most + fitting_pods, min(least, size)

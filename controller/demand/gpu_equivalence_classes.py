@@ -14,7 +14,7 @@ from driver.model.gpu import Gpu
 from driver.model.offer import DeviceKind
 from driver.slices.attributes import FACTS, Value
 
-BY_PLACEMENT = "placementStart"
+PLACEMENT_ATTRIBUTE = "placementStart"
 """The only attribute in which partitions of one profile on one GPU differ."""
 
 FACT_OF = {kind: {fact.name: fact.of for fact in facts} for kind, facts in FACTS.items()}

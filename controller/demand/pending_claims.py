@@ -103,7 +103,7 @@ class Queue:
         """The same claims by another ``feasibility``."""
         queue = copy(self)
         queue.feasibility = feasibility
-        for cached in ("held_back", "_gang_room"):
+        for cached in ("gangs_without_room", "_gang_room"):
             vars(queue).pop(cached, None)
         return queue
 
@@ -149,7 +149,7 @@ class Queue:
         sets = [self.nodes_for(pod) for pod in pending.pods]
         return sets[0] if len(sets) == 1 else frozenset().union(*sets)
 
-    def condition(self, pending: PendingClaim) -> tuple[Nodes, bytes]:
+    def exclusion_key(self, pending: PendingClaim) -> tuple[Nodes, bytes]:
         """What decides which nodes are ``excluded``."""
         pod = pending.pods[0]
         return self.nodes(pending), condition_of(pod.spec, self._allocated(pod).items())
@@ -171,14 +171,14 @@ class Queue:
                 if search.outcome is SearchOutcome.FITS:
                     return search
                 undecided |= search.outcome is SearchOutcome.UNKNOWN
-        return NodeSearch(SearchOutcome.UNKNOWN if undecided else SearchOutcome.NONE)
+        return NodeSearch(SearchOutcome.UNKNOWN if undecided else SearchOutcome.NO_ROOM)
 
     def satisfiable(self, pending: PendingClaim) -> bool:
         """Whether free placements would satisfy it; True, too, where the bounded search gave up.
 
         False for claims for other drivers' devices only.
         """
-        return bool(self.alternatives(pending)) and self.find_node(pending).outcome is not SearchOutcome.NONE
+        return bool(self.alternatives(pending)) and self.find_node(pending).outcome is not SearchOutcome.NO_ROOM
 
     def preferred_requirements(self, pending: PendingClaim) -> ClaimRequirements | None:
         """The first combination of alternatives that is feasible, or else the first; None if there is none."""
@@ -217,7 +217,7 @@ class Queue:
         return GangRoom(self.feasibility)
 
     @cached_property
-    def held_back(self) -> Mapping[str, Gang]:
+    def gangs_without_room(self) -> Mapping[str, Gang]:
         """By key of the claim, the gang for which there is no room at present.
 
         Only claims all of whose pods are in such gangs.
@@ -233,7 +233,7 @@ class Queue:
         }
 
     @property
-    def expected(self) -> Iterator[tuple[PendingClaim, int]]:
+    def future_claims(self) -> Iterator[tuple[PendingClaim, int]]:
         """Pending claims of incomplete gangs with room, and how many future claims are like them.
 
         A tenant chooses the size of a gang, so the number is limited to the devices that the fleet can have at once.
@@ -242,7 +242,7 @@ class Queue:
         most = sum(max(gpu.gpu.memory_slices, gpu.shares) for gpu in self.feasibility.fleet) if incomplete else 0
         for gang in incomplete:
             for claim in self.of_pod(gang.pods[0]):
-                if len(claim.pods) == 1 and claim.key not in self.held_back:
+                if len(claim.pods) == 1 and claim.key not in self.gangs_without_room:
                     yield claim, min(gang.missing, most)
 
     @cached_property

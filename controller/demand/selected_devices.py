@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from controller.cluster.fleet import Fleet, FleetGpu, Hardware
 from controller.demand.gpu_equivalence_classes import (
-    BY_PLACEMENT,
     FACT_OF,
     KNOWN,
+    PLACEMENT_ATTRIBUTE,
     EquivalenceClasses,
     Names,
     examples_of,
@@ -119,7 +119,7 @@ class Selector:
         self._driver = driver
         self._programs = programs
         self._classes = classes
-        self._by_placement = classes.names is None or BY_PLACEMENT in classes.names
+        self._by_placement = classes.names is None or PLACEMENT_ATTRIBUTE in classes.names
         self._by_class: dict[int, Matches] = {}
         self._by_gpu_class: dict[tuple[int, ...], Matches] = {}
         self._met: tuple[Hardware, Met] | None = None

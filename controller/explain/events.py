@@ -122,7 +122,7 @@ class EventReporter:
                 reported[key] = replace(before, claim=Claim(metadata))
         self._reported = {**reported, **self._reported}
 
-    def claims(self, reasons: Iterable[ClaimReason], queue: Queue) -> dict[str, ClaimReason]:
+    def report_claims(self, reasons: Iterable[ClaimReason], queue: Queue) -> dict[str, ClaimReason]:
         """Report each claim's reason in one Event of the claim and one of each of its pods, which follow the reason.
 
         Once a claim is no longer pending, its Event changes to Allocated, NotUsed or Waits (``_end``). A claim that is
@@ -196,19 +196,19 @@ class EventReporter:
                 code, text = reason_of_pod.code.value, reason_of_pod.sentence
             self._recorder.event(reference, code, prefix + text, type, f"{PENDING} {pending.key}", lasting=True)
 
-    def workloads(self, reasons: Iterable[tuple[Metadata, ClaimReason]]) -> None:
+    def report_workloads(self, reasons: Iterable[tuple[Metadata, ClaimReason]]) -> None:
         """One Event for each queued Workload of Kueue: why what it will claim is not free."""
         for about, reason in reasons:
             reference = Reference("Workload", about.name, about.namespace, about.uid, WORKLOAD_VERSION)
             self._recorder.event(reference, reason.code.value, reason.sentence, "Warning", lasting=True)
 
-    def unreadable(self, objects: Sequence[tuple[Reference, str]]) -> None:
+    def report_unreadable(self, objects: Sequence[tuple[Reference, str]]) -> None:
         """One Event for each unreadable object, up to a maximum."""
         for about, why in objects[:MAX_UNREADABLE_EVENTS]:
             message = f"the controller cannot read this version of the object and ignores it: {why}"
             self._recorder.event(about, UNREADABLE, message, "Warning", lasting=True)
 
-    def labels(self, nodes: Collection[Node], changed: Mapping[str, Node | None], fleet: Fleet) -> None:
+    def report_labels(self, nodes: Collection[Node], changed: Mapping[str, Node | None], fleet: Fleet) -> None:
         """One Event for each node with ignored labels; ``changed`` are the Nodes changed since last time."""
         if fleet.hardware is not self._hardware:
             # Whether a label names an existing GPU may be answered differently now.

@@ -60,7 +60,7 @@ def changes_that_help(reasoning: Reasoning, pending: PendingClaim) -> list[Helpf
     Empty if there is room, or if no single change is enough.
     """
     queue = reasoning.queue
-    if not queue.alternatives(pending) or pending.key in queue.held_back or queue.satisfiable(pending):
+    if not queue.alternatives(pending) or pending.key in queue.gangs_without_room or queue.satisfiable(pending):
         return []
     alternatives = list(queue.combinations(pending.pods[0]))
     feasibility, nodes = queue.feasibility, queue.nodes(pending)

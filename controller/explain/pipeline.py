@@ -169,7 +169,7 @@ def reason_of_disjoint(pending: PendingClaim, queue: Queue, plan: DisjointPlan) 
         gpu, kind = queue.feasibility.fleet.gpus[awaited[0].gpu], awaited[0].spot.kind
         sentence = f"gpu-{gpu.number} of node {gpu.node} is changed to offer {kind}{seconds}"
         return ClaimReason(pending, ReasonCode.RESHAPING, sentence)
-    if pending.key in queue.held_back or not queue.satisfiable(pending):
+    if pending.key in queue.gangs_without_room or not queue.satisfiable(pending):
         return None
     others = f" (planned for {listed(sorted(plan.offers))})" if plan.offers else ""
     sentence = f"free memory may be enough for it, but is planned or reserved for other pods{others}"
@@ -182,7 +182,7 @@ def _without_obstacle(pending: PendingClaim, situation: Situation) -> str:
     if not queue.alternatives(pending) and pending.key in queue.monitoring:
         return _monitors_without_obstacle(pending, situation)
     outcome = queue.find_node(pending).outcome
-    if outcome is SearchOutcome.NONE:
+    if outcome is SearchOutcome.NO_ROOM:
         return _unknown(situation)
     enough = "enough is free" if outcome is SearchOutcome.FITS else "enough may be free"
     if silent is not None:

@@ -59,7 +59,7 @@ class Situation:
     refusing            nodes that do not publish all offers of their plans, and why
     unreported          nodes that have not reported their GPUs
     plan                what is planned for the claims; None where offers may overlap, or if nobody plans
-    controller_silent   seconds since the controller's last heartbeat, if it is overdue; None: it is not, or not known
+    controller_silent   seconds since the controller's last heartbeat, if it is overdue; None: it is not, or unknown
     lookups             reads for some of the reasons
     """
 

@@ -89,7 +89,7 @@ class PlanFollower:
             last = self.publication
             # At first the slices are not enough: a kubelet that starts, or long missed the plugin, deletes them.
             before = last.names if self._has_published else {*slices.device_names(), *self.memory.now.published}
-            mode_changed |= self.mode_choice.ends_wait(has_devices=bool(before))
+            mode_changed |= self.mode_choice.end_wait_if_due(has_devices=bool(before))
             policy = (
                 PublishPolicy(offers=frozenset()) if self.mode_choice.is_waiting else self._policy(frozenset(before))
             )
@@ -127,7 +127,7 @@ class PlanFollower:
     def update_mode(self) -> None:
         """Change the mode if it is time to."""
         with self._lock:
-            changed = self.mode_choice.choose() or self.mode_choice.ends_wait()
+            changed = self.mode_choice.choose() or self.mode_choice.end_wait_if_due()
         if changed:
             self._changes.report(NodeChange.MODE)
 

@@ -48,7 +48,7 @@ PLUGIN_TIMING = ModeTiming()
 
 
 class ModeChoice:
-    """``choose`` and ``ends_wait`` are for the holder of the follower's lock; the rest is for any thread."""
+    """``choose`` and ``end_wait_if_due`` are for the holder of the follower's lock; the rest is for any thread."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class ModeChoice:
         plan = self._instructions.plan()
         return plan.spec if plan is not None and plan.spec.epoch == self._memory.now.epoch else None
 
-    def ends_wait(self, *, has_devices: bool = False) -> bool:
+    def end_wait_if_due(self, *, has_devices: bool = False) -> bool:
         """End the wait of a new node for its first plan if that is over; returns whether it ended now.
 
         ``has_devices``: devices of the node are published.

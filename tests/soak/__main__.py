@@ -67,7 +67,7 @@ def shown(report: Report) -> str:
     checks = [[f.name, f"{f.value:g}", f"{f.allowed:g}", "LEAKS" if f.leaks else "ok"] for f in report.findings]
     summary = (
         f"{tally.served} claims served in {duration(report.load_s)} ({report.per_minute:.0f} a minute), "
-        f"{tally.unserved} found no room, {tally.held_back} held back, {report.killed} kills, "
+        f"{tally.unserved} found no room, {tally.gangs_without_room} held back, {report.killed} kills, "
         f"{tally.retried} retries, {tally.moved} moved"
     )
     lines = [over_time, columns(["CHECK", "VALUE", "ALLOWED", ""], checks), summary]

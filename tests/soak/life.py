@@ -36,7 +36,7 @@ class RefusedByHardware(Exception):
     """A claim that can't be prepared where it is."""
 
 
-Count = Literal["asked", "ended", "served", "unserved", "held_back", "retried", "moved"]
+Count = Literal["asked", "ended", "served", "unserved", "gangs_without_room", "retried", "moved"]
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Tally:
     ended: int = 0
     served: int = 0
     unserved: int = 0
-    held_back: int = 0
+    gangs_without_room: int = 0
     moved: int = 0
     """Claims on a GPU that refuses to be cut, which ended unprepared, as if their pods were evicted."""
     prepare_ms: list[float] = field(default_factory=list)

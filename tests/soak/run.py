@@ -167,7 +167,7 @@ class _Run:
             time.sleep(max(0.0, due - time.monotonic()))
             fate = draw(self._random)
             if not self._room.acquire(blocking=False):
-                self._lives.tally.add("held_back")
+                self._lives.tally.add("gangs_without_room")
                 continue
             number += 1
             pool.submit(self._live, f"soak-{number}", fate)

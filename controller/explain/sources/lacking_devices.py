@@ -64,7 +64,7 @@ def reason_of(pending: PendingClaim, reasoning: Reasoning, unreported: Unreporte
     reason = _qualified(reasoning.reason_with_gang(pending), queue, unreported)
     if reason is None:
         return None
-    group = queue.held_back[pending.key].group.metadata if reason.code is ReasonCode.GANG else None
+    group = queue.gangs_without_room[pending.key].group.metadata if reason.code is ReasonCode.GANG else None
     of_pods = () if reason.permanent else _of_single_pods(pending, reasoning, unreported, reason.code)
     return ClaimReason(pending, reason.code, reason.sentence, reason.permanent, group, tuple(of_pods))
 
@@ -149,7 +149,7 @@ class Reasoning:
 
     def reason_with_gang(self, pending: PendingClaim) -> Reason | None:
         """The permanent reason of ``pending``, that of its gang, or its temporary one."""
-        reason, gang = self.for_claim(pending).reason(pending), self.queue.held_back.get(pending.key)
+        reason, gang = self.for_claim(pending).reason(pending), self.queue.gangs_without_room.get(pending.key)
         if gang is None or (reason is not None and reason.permanent):
             return reason
         if gang not in self._of_gang:
@@ -186,7 +186,7 @@ class Reasoning:
                 return reason
         if self._monitors and (reason := self._monitors.reason(pending, self.excluded)) is not None:
             return reason
-        if not alternatives or queue.find_node(pending).outcome is not SearchOutcome.NONE:
+        if not alternatives or queue.find_node(pending).outcome is not SearchOutcome.NO_ROOM:
             apart = self._monitors and all(self._monitors.has_everything(pod) is False for pod in pending.pods)
             return self._pod_reason(pending) if apart else None
         alone = self._reason_alone(pending)
@@ -210,10 +210,10 @@ class Reasoning:
         return best if len(alternatives) == 1 else self._with_alternatives(best, reasons, pending)
 
     def availability(self, request: DeviceRequest, pending: PendingClaim) -> Availability:
-        key = (request, self.queue.condition(pending))
+        key = (request, self.queue.exclusion_key(pending))
         if key not in self._availabilities:
             fleet, excluded = self._feasibility.fleet, self.excluded(pending)
-            matching = (matching_gpus(fleet, request.selector), self.queue.condition(pending))
+            matching = (matching_gpus(fleet, request.selector), self.queue.exclusion_key(pending))
             if matching not in self._selected:
                 self._selected[matching] = selected_gpus(fleet, matching[0], excluded)
             failure = failure_of(fleet, request.selector, excluded)
@@ -222,7 +222,7 @@ class Reasoning:
 
     def excluded(self, pending: PendingClaim) -> Mapping[str, Excluded]:
         """The nodes on which its pods can not run, and why."""
-        condition = self.queue.condition(pending)
+        condition = self.queue.exclusion_key(pending)
         if condition not in self._excluded:
             self._excluded[condition] = self.queue.excluded(pending)
         return self._excluded[condition]
@@ -255,7 +255,7 @@ class Reasoning:
 
     def _requirements_reason(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
         """Why a claim cannot be satisfied even alone; None if it can."""
-        key, remembered = (requirements, self.queue.condition(pending)), self.known
+        key, remembered = (requirements, self.queue.exclusion_key(pending)), self.known
         if key not in remembered.permanent and key not in remembered.temporary:
             reason = self._permanent_reason(requirements, pending)
             # The sentence about a reset names a GPU on which nothing is held: it is made again when a holder changes.
@@ -290,7 +290,7 @@ class Reasoning:
         return f" (on {listed(sorted(there))})" if there else ""
 
     def _pod_is_impossible(self, pending: PendingClaim) -> bool:
-        return self.queue.with_feasibility(self._feasibility.unheld).find_node(pending).outcome is SearchOutcome.NONE
+        return self.queue.with_feasibility(self._feasibility.unheld).find_node(pending).outcome is SearchOutcome.NO_ROOM
 
     def _permanent_reason(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
         """Why a claim cannot be satisfied by itself even if nothing is held; None if it could or that is unknown."""

@@ -108,7 +108,7 @@ class Sightings:
         """Note what is there now, and forget what is not."""
         self.looked_up.begin()
         queue = situation.queue
-        waiting = (pending for pending in queue.pending if pending.key not in queue.held_back)
+        waiting = (pending for pending in queue.pending if pending.key not in queue.gangs_without_room)
         claims = {_uid(pending): pending for pending in waiting if queue.requirements(pending)}
         now = self._now()
         if self._watching:

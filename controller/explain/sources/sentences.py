@@ -212,7 +212,7 @@ def without_value(feasibility: Feasibility, requirements: ClaimRequirements, nod
     for constraint in requirements.constraints:
         for request in (requirements.requests[index] for index in sorted(constraint.requests)):
             kinds = feasibility.kinds(request.selector, nodes)
-            if not any(feasibility.sets(request, kind, nodes, (constraint.attribute,)) for kind in kinds):
+            if not any(feasibility.gpu_sets(request, kind, nodes, (constraint.attribute,)) for kind in kinds):
                 missing.setdefault(constraint.attribute, []).append(request.name)
     texts = []
     for attribute, names in missing.items():

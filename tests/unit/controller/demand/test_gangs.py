@@ -89,7 +89,7 @@ def test_a_group_that_claims_to_need_more_pods_than_any_cluster_has_gets_no_offe
 def test_a_gang_that_needs_devices_of_another_driver_only_has_room() -> None:
     theirs = request(selector='device.driver == "nic.example.com"')
     there = nodes(8).gang("network", theirs, theirs).wants(ONE, name="alone")
-    assert not there.queue.held_back
+    assert not there.queue.gangs_without_room
     assert offered(there) == 1
 
 
@@ -262,4 +262,4 @@ def test_a_gang_that_can_be_placed_is_never_held_back(seed: int) -> None:
     there = Situation(gpus).gang("training", *requests)
     found = placed(there)
     there = Situation(gpus).gang("training", *requests, min_count=max(1, found))
-    assert there.queue.held_back == {}
+    assert there.queue.gangs_without_room == {}

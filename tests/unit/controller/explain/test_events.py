@@ -35,7 +35,7 @@ class Told:
         """Look at a node with two GPUs whose labels these are, ``gpu_1`` for the one of that GPU."""
         there = Situation(node_of("a"))
         there.node("a", {f"{name.replace('_', '-')}.{DEDICATED_TO}": use for name, use in labels.items()})
-        self.reporter.labels(there.nodes.values(), there.nodes, self.fleet)
+        self.reporter.report_labels(there.nodes.values(), there.nodes, self.fleet)
 
     def events(self, namespace: str = "default") -> list[Object]:
         return list(self.api.folder(f"/api/v1/namespaces/{namespace}/events").values())
@@ -95,7 +95,7 @@ def test_a_reason_lies_on_the_claim_or_on_the_pod_that_has_none_yet(told: Told) 
     there = Situation(node_of("a", "full")).wants(request(selector=FULL))
     there.device_class("gpu-training", FULL, extendedResourceName="nvidia.com/gpu")
     there.pod("old", containers=[{"resources": {"requests": {"nvidia.com/gpu": "1"}}}])
-    told.reporter.claims(reasons_of(there.queue), there.queue)
+    told.reporter.report_claims(reasons_of(there.queue), there.queue)
     eventually(lambda: len(told.events()) == 3, "an Event for each")
     found = {event["involvedObject"]["name"]: event for event in told.events()}
     assert found["claim"]["involvedObject"]["apiVersion"] == "resource.k8s.io/v1"
@@ -108,7 +108,7 @@ def test_a_reason_that_lasts_is_counted_once_however_many_decisions_find_it(told
     there = Situation(node_of("a", "full")).wants(request(selector=FULL))
     for _ in range(3):
         told.clock.advance(2 * REPEAT_INTERVAL_SECONDS)
-        told.reporter.claims(reasons_of(there.queue), there.queue)
+        told.reporter.report_claims(reasons_of(there.queue), there.queue)
         times = [seconds_time(told.clock.now())] * 2
         eventually(partial(told.are_of, times), "it is renewed")
     assert [event["count"] for event in told.events()] == [1, 1]
@@ -117,7 +117,7 @@ def test_a_reason_that_lasts_is_counted_once_however_many_decisions_find_it(told
 def test_a_pod_that_can_not_run_where_other_pods_of_the_claim_can_is_told_so(told: Told) -> None:
     there = Situation(node_of("a", "full")).wants(request(selector=FULL))
     there.pod("elsewhere", "claim", nodeSelector={"pool": "b"})
-    told.reporter.claims(reasons_of(there.queue), there.queue)
+    told.reporter.report_claims(reasons_of(there.queue), there.queue)
     eventually(lambda: len(told.events()) == 3, "an Event for each")
     reasons = {event["involvedObject"]["name"]: event["reason"] for event in told.events()}
     assert reasons == {"claim": "AllHeld", "pod-of-claim": "AllHeld", "elsewhere": "NoNode"}
@@ -128,11 +128,11 @@ def test_an_event_always_has_the_present_reason_until_the_claim_is_allocated(tol
     seen: list[str] = []
     for gpus in (node_of("a", "full"), node_of("a", fault="Xid 79"), node_of("a")):
         there.gpus = gpus
-        told.reporter.claims(reasons_of(there.queue), there.queue)
+        told.reporter.report_claims(reasons_of(there.queue), there.queue)
         seen.append(told.one("claim", len(seen)))
     there.claims.clear()
     there.holding("claim", "a", "gpu-1")
-    told.reporter.claims(reasons_of(there.queue), there.queue)
+    told.reporter.report_claims(reasons_of(there.queue), there.queue)
     assert told.one("claim", len(seen)) == "Allocated"
     assert told.one("pod-of-claim", len(seen)) == "Allocated"
     assert seen == ["AllHeld", "GpuFault", "Waits"]
@@ -144,7 +144,7 @@ def test_an_event_always_has_the_present_reason_until_the_claim_is_allocated(tol
 def test_what_an_earlier_controller_reported_ends_when_it_no_longer_holds(told: Told) -> None:
     there = Situation(node_of("a", "full")).wants(request(selector=FULL))
     there.wants(request(selector=FULL), name="later").pod("lacking", "nope")
-    told.reporter.claims([*reasons_of(there.queue), *unplaced(there)], there.queue)
+    told.reporter.report_claims([*reasons_of(there.queue), *unplaced(there)], there.queue)
     assert told.one("lacking", 0) == "NoSuchClaim"
     assert (told.one("claim", 0), told.one("pod-of-claim", 0)) == ("AllHeld", "AllHeld")
     there.claims.clear()
@@ -162,10 +162,10 @@ def test_what_an_earlier_controller_reported_ends_when_it_no_longer_holds(told: 
 def test_a_claim_that_no_pod_uses_any_more_and_a_pod_that_is_placed_lose_their_reasons(told: Told) -> None:
     there = Situation(node_of("a", "full")).wants(request(selector=FULL))
     there.pod("lacking", "nope")
-    told.reporter.claims([*reasons_of(there.queue), *unplaced(there)], there.queue)
+    told.reporter.report_claims([*reasons_of(there.queue), *unplaced(there)], there.queue)
     there.pods.clear()
     there.pod("lacking", "nope", nodeName="a")
-    told.reporter.claims(reasons_of(there.queue), there.queue)
+    told.reporter.report_claims(reasons_of(there.queue), there.queue)
     assert (told.one("claim", 1), told.one("lacking", 1)) == ("NotUsed", "Allocated")
 
 
@@ -178,5 +178,5 @@ def test_a_label_is_read_again_when_the_gpus_of_its_node_are_known(told: Told) -
     told.labels(gpu_2="dev")
     there = Situation(node_of("a"))
     there.node("a", {f"gpu-2.{DEDICATED_TO}": "dev"})
-    told.reporter.labels(there.nodes.values(), {}, Fleet.of(there.gpus))
+    told.reporter.report_labels(there.nodes.values(), {}, Fleet.of(there.gpus))
     assert told.event("no GPU 2")["count"] == 1
