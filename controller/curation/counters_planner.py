@@ -29,6 +29,8 @@ from driver.placement.ranking import Ranking
 EXTRA_EXCHANGES = 8
 """The limit of exchanges beyond the number of published offers, far above any that was observed."""
 
+NO_PLACES: frozenset[FleetPlace] = frozenset()
+
 
 class CountersPlanner:
     """Plans for schedulers that subtract counters: offers may overlap, and the scheduler chooses among them.
@@ -68,6 +70,9 @@ class CountersPlanner:
     ) -> tuple[Offer, ...]:
         """The offers of every kind that ``fleet`` has, in a fixed order.
 
+        Offers for pending claims of different kinds overlap only where there is not enough room: then the allocation of
+        one claim takes no offer away from another, and a burst of pods needs few decisions.
+
         ``published`` are the present offers, ``protected`` those among them that the scheduler may just have given to
         a pending claim: they stay while they are possible. Demand for kinds that the fleet lacks is ignored.
         """
@@ -81,13 +86,20 @@ class CountersPlanner:
         places = {offer: place for offer, place in located.items() if place is not None}
         keep = {places[offer] for offer in protected if offer in places}
         chosen: set[FleetPlace] = set()
-        for kind in ranked.kinds:
+        for_pending: frozenset[FleetPlace] = frozenset()
+        for kind in sorted(ranked.kinds, key=ranked.sizes.__getitem__, reverse=True):
             of_kind = {place for place in places.values() if place.spot.kind == kind}
             eligible_for_all = [demand.eligible for demand in by_kind[kind] if demand.all_devices]
             fixed = (of_kind & keep).union(*(ranked.places(kind, eligible) for eligible in eligible_for_all))
             needs = needs_of(ranked, kind, by_kind[kind], of_kind, self.offers)
-            selection = OfferSelection(OfferDraft(ranked, kind), needs, frozenset(fixed), self.stickiness)
-            selection.choose(of_kind)
+            for beside in dict.fromkeys((for_pending, NO_PLACES)) if by_kind[kind] else (NO_PLACES,):
+                draft = OfferDraft(ranked, kind, beside)
+                selection = OfferSelection(draft, needs, frozenset(fixed), self.stickiness)
+                selection.choose(of_kind)
+                if not beside or selection.serves_all:
+                    break
+            if by_kind[kind] and beside == for_pending:
+                for_pending |= draft.places
             chosen |= selection.places
         return tuple(ranked.offer(place) for place in sorted(chosen))
 
@@ -124,6 +136,11 @@ class OfferSelection:
     @property
     def places(self) -> set[FleetPlace]:
         return self.draft.places | set(self.extra)
+
+    @property
+    def serves_all(self) -> bool:
+        """Whether every need has as many offers as it asks for."""
+        return all(self.draft.count(need.eligible) >= need.count for need in self.needs)
 
     def choose(self, published: Collection[FleetPlace]) -> None:
         """Drafts the offers.
@@ -168,7 +185,8 @@ class OfferSelection:
 
     def _start_anew(self) -> bool:
         """Replaces the draft by one that starts from the fixed offers, if that gains enough; returns whether it did."""
-        fresh = OfferSelection(OfferDraft(self.draft.fleet, self.draft.kind), self.needs, self.fixed, self.stickiness)
+        draft = OfferDraft(self.draft.fleet, self.draft.kind, self.draft.beside)
+        fresh = OfferSelection(draft, self.needs, self.fixed, self.stickiness)
         fresh._start()
         fresh._fill(())
         gain, offers = self.draft.growth - fresh.draft.growth, len(self.draft.places)

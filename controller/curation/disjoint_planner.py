@@ -1,11 +1,12 @@
-"""Disjoint offers: for clusters whose scheduler does not subtract counters, so that no two offers may overlap (pure).
+"""Disjoint offers: for clusters whose devices have no counters (``offer_mode.py``), so that no two offers may overlap.
 
 The pods' pending claims come first, by priority and then by age. The claims of one pod are planned together, on one
-node, or not at all, and so are the pods of a gang, on any nodes. If there is no room for a pod or gang, later ones may
-take the free memory. After a while one such pod gets a reservation: nothing new is offered on the GPUs that are kept
-for it (``controller.curation.reservation``). What is left is offered for future claims: first ``offers`` full GPUs,
-then one device of each other kind in turn, ``offers`` times. Published offers are preferred, because what replaces one
-has to wait until it is fenced and withdrawn.
+node, or not at all. Of a gang at least as many pods as it needs are planned, on any nodes, or none, and none while pods
+of it are missing. If there is no room for a pod or gang, later ones may take the free memory. After a while one such
+pod gets a reservation: nothing new is offered on the GPUs that are kept for it (``controller.curation.reservation``).
+What is left is offered for future claims: first ``offers`` full GPUs, then one device of each other kind in turn,
+``offers`` times. Published offers are preferred, because what replaces one has to wait until it is fenced and
+withdrawn.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ PodNeed = tuple[ClaimRequirements, Nodes]
 
 
 class DisjointPlanner:
-    """Plans for schedulers that do not subtract counters; remembered rankings save time.
+    """Plans offers that do not overlap; remembers rankings, overdue claims and the reservation.
 
     ``offers``: the number of offers of each kind without pending claims.
     """
@@ -66,7 +67,7 @@ class DisjointPlanner:
         """The plan, which depends on the arguments only. ``published`` are the present offers.
 
         ``preferred_nodes``: by key of an overdue claim (``controller.curation.wider_offers``), the nodes on which to
-        plan its devices; ignored if its pod can run on none of them.
+        plan its devices; ignored if the pod can run on no node that all of its overdue claims prefer.
         """
         fleet = without(queue.feasibility.fleet, reserved)
         ranked = self._ranked
@@ -163,7 +164,7 @@ class _Plan:
 
     def fill(self, count: int) -> None:
         """Plan ``count`` more offers of each kind, if there is room."""
-        small_to_large = sorted(set(self._fleet.kinds) - {FULL, SHARE}, key=self._size)
+        small_to_large = sorted(set(self._fleet.kinds) - {FULL, SHARE}, key=self._fleet.sizes.__getitem__)
         one_of_each = [SHARE, *small_to_large]
         for kind in [FULL] * count + one_of_each * count:
             place = self._spare(kind)
@@ -251,11 +252,6 @@ class _Plan:
         admits = self._draft(kind).admits
         self._published[kind] = [place for place in self._published[kind] if admits(place)]
         return self._published[kind]
-
-    def _size(self, kind: OfferKind) -> int:
-        """The memory slices of a partition of ``kind``, on the first GPU that has it."""
-        windows = (gpu.state.geometry.windows.get(kind.profile or "") for gpu in self._feasibility.fleet)
-        return next((masks[0].bit_count() for masks in windows if masks), 0)
 
     def _add(self, place: FleetPlace) -> None:
         self.places.add(place)

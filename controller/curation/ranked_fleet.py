@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import NamedTuple
 
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.demand import Eligible
-from driver.model.offer import Offer, OfferKind, Spot
+from driver.model.offer import FULL, SHARE, DeviceKind, Offer, OfferKind, Spot
 from driver.placement.ranking import Ranked, RankedClique, Ranking, Terms
 
 MAX_SETS = 64
@@ -80,6 +81,8 @@ class RankedFleet:
         self.of_sets: dict[frozenset[str], Mapping[int, list[int]]] = {} if same is None else same.of_sets
         """The positions of sets of GPUs, as ``positions`` returns them."""
         self.kinds = sorted(frozenset[OfferKind]().union(*{clique.offered for clique in self.cliques}), key=str)
+        self.sizes: dict[OfferKind, float] = same.sizes if same is not None else _sizes(fleet)
+        """The memory slices of a partition of each kind; infinite for full GPUs, 0 for shares."""
         self.candidates = {kind: self._candidates(kind, same, changed) for kind in self.kinds}
         """By kind, the best place of each clique that has one."""
 
@@ -96,7 +99,7 @@ class RankedFleet:
         return Offer(self.uuid(place), place.spot)
 
     def place(self, offer: Offer) -> FleetPlace | None:
-        """The place of ``offer``; None if its GPU is gone or it is impossible next to allocated devices."""
+        """The place of ``offer``; None if its GPU is gone or may not offer it now (held devices, fault, mode, use)."""
         if offer.gpu not in self.position_of:
             return None
         clique, position = self.position_of[offer.gpu]
@@ -129,6 +132,15 @@ class RankedFleet:
         return candidates.changed(
             {clique: None if best is None else CliqueCandidate(best, clique) for clique, best in best_of.items()}
         )
+
+
+def _sizes(fleet: Fleet) -> dict[OfferKind, float]:
+    """Where profiles of one name differ between products, that of the first GPU counts."""
+    sizes = {FULL: math.inf, SHARE: 0.0}
+    for geometry in dict.fromkeys(gpu.state.geometry for gpu in fleet):
+        for profile, masks in geometry.windows.items():
+            sizes.setdefault(OfferKind(DeviceKind.PARTITION, profile), masks[0].bit_count())
+    return sizes
 
 
 def _changed(before: Sequence[tuple[FleetGpu, ...]], after: Sequence[tuple[FleetGpu, ...]]) -> list[int]:

@@ -30,8 +30,8 @@ class Demand:
 
     ``together``: sets of GPUs, one of which must provide all ``count`` devices: the GPUs of each node or, with
     matchAttribute constraints, those of a node with equal values (an NVLink clique; a single GPU for partitions of one
-    GPU). Empty if any GPUs of ``eligible`` will do. ``all_devices``: offer all that is possible on those GPUs (for a
-    claim that selects more finely than by GPU, or that no offer served).
+    GPU). Empty if any GPUs of ``eligible`` will do. ``all_devices``: offer all devices of ``kind`` that are possible on
+    ``eligible``: sets of GPUs can't describe what the claim needs, it requests all devices, or no offer served it.
     """
 
     kind: OfferKind

@@ -22,13 +22,13 @@ from driver.model.offer import SHARE, OfferKind, Spot
 from driver.placement.occupancy import GpuState
 
 NODE_STEPS = 500
-"""Devices tried on one node."""
+"""Steps of the search on one node; in each, the devices that could be taken next are tried."""
 
 FLEET_STEPS = 4000
-"""Devices tried on all nodes for one set of requirements."""
+"""Steps on all nodes for one set of requirements; the disjoint planner has as many for all pods of a namespace."""
 
 ROUNDING = 1e-6
-"""Tolerance in memory slices for rounding errors: a share takes a fraction of one."""
+"""Tolerance in memory slices for rounding errors: a share may take a fraction of a slice."""
 
 States = tuple[GpuState, ...]
 Values = tuple[Hashable, ...]
@@ -65,7 +65,8 @@ def slices_of(state: GpuState, kind: OfferKind) -> float:
 def refuses_request_for_all(gpu: FleetGpu, matches: Matches) -> bool:
     """Whether the scheduler would refuse a request for all devices here: a selected device is held, or tainted.
 
-    Others need no check: neither devices that overlap a held one nor free devices of an unhealthy GPU are published.
+    Not considered, though published: devices that only overlap a held one, such as listed devices, and the tainted
+    devices of an unhealthy GPU.
     """
     if any(matches.has(*device.spot) for device in gpu.held):
         return True

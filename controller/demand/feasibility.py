@@ -281,16 +281,17 @@ class Feasibility:
     ) -> list[list[str]]:
         """The GPUs on ``nodes`` with ``selected`` devices, by node and values of ``attributes``.
 
-        GPUs without a value of one of the attributes are left out.
+        GPUs without a value of one of the attributes are left out; for a request for all devices, also the nodes on
+        which the scheduler refuses it.
         """
-        lasts = request.count is not None  # then held devices do not matter
+        outlives_holders = request.count is not None  # then held devices do not matter
         query = (request.selector, selected, nodes, attributes)
-        memory, most = (self._memory.sets, MAX_SELECTIONS) if lasts else (self._sets, MAX_ANSWERS)
+        memory, most = (self._memory.sets, MAX_SELECTIONS) if outlives_holders else (self._sets, MAX_ANSWERS)
         if query not in memory:
             sets: dict[Hashable, list[str]] = {}
             gpus = self.kinds(request.selector, nodes).get(selected, frozenset())
             for gpu in self.gpus_on(nodes):
-                if gpu.gpu.uuid not in gpus or (not lasts and self._refuses_all(request, gpu.node)):
+                if gpu.gpu.uuid not in gpus or (not outlives_holders and self._refuses_all(request, gpu.node)):
                     continue
                 spot = Spot(selected.kind, _a_start(gpu, selected))
                 values = tuple(self.matching.value(gpu, spot, name) for name in attributes)

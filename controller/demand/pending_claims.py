@@ -198,7 +198,10 @@ class Queue:
         return self._claims_of_pod.get(str(pod.metadata.key), [])
 
     def room(self, gang: Gang) -> Room:
-        """How many pods of ``gang`` there is room for at most; missing pods are taken to be like the first one."""
+        """How many pods of ``gang`` there is room for at most.
+
+        Missing pods are taken to be like the first one or, if some of the pods share claims, to share them, too.
+        """
         seen: set[str] = set()
         alike: Counter[Wanted] = Counter()
         for pod in gang.pods:

@@ -97,7 +97,7 @@ class EventReporter:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._reported: dict[str, PendingClaim] = {}
-        """By key, the claims whose last Event says why they are pending."""
+        """By key, the claims that were pending at the last report and have an Event, which may be Waits."""
         self._faults: dict[str, list[str]] = {}
         """By node, its faulty labels as reported."""
         self._hardware: Hardware | None = None
@@ -123,11 +123,12 @@ class EventReporter:
         self._reported = {**reported, **self._reported}
 
     def report_claims(self, reasons: Iterable[ClaimReason], queue: Queue) -> dict[str, ClaimReason]:
-        """Report each claim's reason in one Event of the claim and one of each of its pods, which follow the reason.
+        """Report each claim's reason in one Event of the claim and one of each of its first ``MAX_PODS`` pods.
 
-        Once a claim is no longer pending, its Event changes to Allocated, NotUsed or Waits (``_end``). A claim that is
-        not created yet has Events of its pod only. The reason of a gang is also an Event of its PodGroup. Waits is
-        reported only of a claim that had another reason before. Returns the reasons by key of the claim.
+        These Events follow the reason. Once a claim is no longer pending, its Event changes to Allocated, NotUsed or
+        Waits (``_end``). A claim that is not created yet has Events of its pod only. The reason of a gang is also an
+        Event of its PodGroup. Waits is reported only of a claim that had another reason before. Returns the reasons by
+        key of the claim.
         """
         groups: set[Key] = set()
         current: dict[str, PendingClaim] = {}
@@ -181,7 +182,7 @@ class EventReporter:
         type: Type,  # noqa: A002 - see Recorder
         of_pods: tuple[tuple[Key, Reason], ...] = (),
     ) -> None:
-        """Record an Event of the claim and of each of its pods. ``of_pods``: other reasons that some pods have."""
+        """Record an Event of the claim and of its first ``MAX_PODS`` pods. ``of_pods``: other reasons of some pods."""
         if not pending.not_created and pending.claim.metadata.uid:
             about = pending.claim.metadata
             claim = Reference("ResourceClaim", about.name, about.namespace, about.uid, "resource.k8s.io/v1")

@@ -1,4 +1,4 @@
-"""Single changes after which a pending claim would fit at once, each found by trying it (pure)."""
+"""Changes after which a pending claim would fit at once, each found by trying it (pure)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_TRIED = 20_000
 """Sets of claims that are tried on one node in the search for the smallest."""
 
 MAX_NODES = 64
-"""Nodes on which releases, and changes of several GPUs, are tried."""
+"""Nodes on which releases are tried; pairs of node and obstacle for which changes of several GPUs are tried."""
 
 MAX_UNITS = 512
 """GPUs, or nodes, from each of which the removal of an obstacle is tried."""
@@ -35,7 +35,7 @@ MAX_CHANGES = 5
 """Changes of one kind that are listed."""
 
 REQUEST_CHANGES = {"count", "constraint"}
-"""Kinds of changes of the claim itself: if there are no others, changes of several GPUs are tried, then ``class``."""
+"""Kinds of changes of the claim itself: if nothing else helps, changes of several GPUs are tried, too."""
 
 
 class HelpfulChange(msgspec.Struct, frozen=True):
@@ -57,7 +57,7 @@ class Release(NamedTuple):
 def changes_that_help(reasoning: Reasoning, pending: PendingClaim) -> list[HelpfulChange]:
     """What would make room at once for ``pending`` and the other claims of its pod.
 
-    Empty if there is room, or if no single change is enough.
+    Empty if there is room, if its gang lacks room, or if no change was found.
     """
     queue = reasoning.queue
     if not queue.alternatives(pending) or pending.key in queue.gangs_without_room or queue.satisfiable(pending):
@@ -156,11 +156,11 @@ def _fewest(
 
 
 NODE_WIDE_OBSTACLES = {Obstacle.CLOSED, Obstacle.TAINTED}
-"""Obstacles that one action removes from all GPUs of a node."""
+"""Obstacles whose removal is tried on all GPUs of a node together."""
 
 
 def _limited_by_node(available: Sequence[Availability]) -> Iterator[tuple[Obstacle, tuple[FleetGpu, ...]]]:
-    """The GPUs of a node that an obstacle keeps from use, for each node and obstacle."""
+    """For each node and obstacle, the GPUs that it keeps from providing some selected device."""
     for obstacle, gpus in by_obstacle(availability.selected for availability in available).items():
         by_node: dict[str, list[FleetGpu]] = {}
         for fleet_gpu in gpus:

@@ -75,11 +75,11 @@ class ReasonFinder:
         self._unplaced = UnplacedPods(self._clock, watching=watching)
         self._sightings = Sightings(self._clock, watching=watching)
         self._last: dict[tuple[str, str], ClaimReason] = {}
-        """The reasons of the last situation, by key and UID of the claim."""
+        """The last reasons but those ``OF_THE_POD``, by key and UID of the claim."""
         self._rests_until = -math.inf
         """When claims that have a reason are looked at again (monotonic)."""
         self.postponed = ""
-        """The key of the first claim that keeps its last reason because the time is over; empty if there is none."""
+        """The key of the first claim that keeps its last reason, for lack of time or in a rest; empty: none does."""
 
     @property
     def next_s(self) -> float | None:
@@ -91,8 +91,8 @@ class ReasonFinder:
     def find(self, situation: Situation) -> Iterator[ClaimReason]:
         """The reasons of pods and claims that are not in the queue, then that of each pending claim, as it is found.
 
-        A claim that requests only devices of other drivers has no reason. A reason that was found more than
-        ``SHOWN_AGE`` ago has the time when it was found.
+        A claim for devices of other drivers only has at most the reason of its gang or of its pod's other claims. A
+        reason that was found more than ``SHOWN_AGE`` ago has the time when it was found.
         """
         queue = situation.queue
         activity = SchedulerActivity(queue, self._clock)
@@ -144,7 +144,7 @@ class _Sources:
     despite_offers: ClaimsDespiteOffers
 
     def reason(self, pending: PendingClaim, now: datetime) -> ClaimReason | None:
-        """The reason of one claim, as of ``now``; None if it is for devices of other drivers only."""
+        """The reason of one claim, as of ``now``. None means that the claim is for devices of other drivers only."""
         situation, plan = self.situation, self.situation.plan
         reason = (
             reason_of(pending, self.lacking, situation.unreported)
@@ -188,7 +188,7 @@ def _without_obstacle(pending: PendingClaim, situation: Situation) -> str:
     if silent is not None:
         return (
             f"{enough}, but the controller, which decides what is offered, has sent no heartbeat for {silent:.0f} s: "
-            "nodes offer everything that fits 30 to 90 s after the last one (tessera status)"
+            "nodes decide for themselves what they offer 30 to 90 s after the last one (tessera status)"
         )
     if outcome is SearchOutcome.UNKNOWN:
         return "enough may be free, which takes too long to find out; the scheduler has not allocated it yet"

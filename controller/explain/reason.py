@@ -1,4 +1,4 @@
-"""The reason of a pending claim: its code, its sentence, how it compares with others, and what is remembered of it."""
+"""The reason of a pending claim: its code, its sentence, and how it compares with others."""
 
 from __future__ import annotations
 

@@ -131,8 +131,8 @@ def _parameters(
 ) -> dict[tuple[str, str], AnyParameters]:
     """The effective parameters of each request and device: the last entry of ``config`` that fits, class before claim.
 
-    Nothing is merged. Entries of the claim itself must fit one of its devices, or be for an alternative that was not
-    chosen.
+    Nothing is merged. An entry of the claim itself that names a request in full must fit all devices of it; any other
+    must fit one of the devices that it covers, unless the claim has a device of an alternative.
     """
     effective: dict[tuple[str, str], AnyParameters] = {}
     for entry in sorted(config, key=lambda entry: entry.source != FROM_CLASS):

@@ -1,7 +1,7 @@
 """MIG partitions of GPUs, and their MIG mode.
 
-Every method can be repeated. The caller of a method that changes a GPU holds the GPU's lock; without it, what a method
-returns may be outdated at once.
+Every method except ``switch_mig_mode`` can be repeated. The caller of a method that changes a GPU holds the GPU's lock;
+without it, what a method returns may be outdated at once.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Partitions:
 
     def remove(self, gpu: Gpu, record: DeviceRecord) -> None:
         """Remove the partition at the record's placement, complete or not; a missing one is no error."""
-        partition = self._recorded(gpu, record)
+        partition = self._partition_of(gpu, record)
         if partition is None:
             return
         try:
@@ -147,7 +147,7 @@ class Partitions:
             raise self._with_search(gpu, partition, error) from error
         log.info("removed partition", extra={"gpu": gpu.uuid, "device": record.device, "uuid": partition.uuid})
 
-    def _recorded(self, gpu: Gpu, record: DeviceRecord) -> Partition | None:
+    def _partition_of(self, gpu: Gpu, record: DeviceRecord) -> Partition | None:
         if record.profile is None or record.profile_id is None or record.placement is None:
             return None
         # Names vary with the driver's version; a record may be older than the driver.

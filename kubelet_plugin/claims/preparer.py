@@ -166,7 +166,7 @@ class Preparer:
             yield record, lost
 
     def _partitions_on(self, uuid: str) -> Sequence[Partition] | None:
-        """The partitions of a GPU; None if it does not answer: then nothing counts as lost."""
+        """The partitions of a GPU; None if it does not answer: then none of its partitions counts as lost."""
         gpu = self._stores.inventory.gpu(uuid)
         if gpu is None or self._stores.inventory.fault(gpu) is not None:
             return None
@@ -213,7 +213,7 @@ class Preparer:
             self.cleanup.release(record)
             record = None
         if record is not None and record.monitors != allocated.monitors:
-            # An earlier version, which knows no monitor devices, has written the record.
+            # The record is of a version that knows no monitor devices, or of an allocation with other monitor devices.
             record = replace(record, monitors=allocated.monitors)
             stores.checkpoint.put(record)
         refuse_unusable(reference, allocated.devices, stores.inventory)

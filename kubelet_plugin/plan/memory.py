@@ -20,9 +20,9 @@ class PlanMemory(msgspec.Struct, frozen=True):
     """The content of ``plan.json``.
 
     ``published``: devices that may have been allocated: those in the slices, which may get deleted meanwhile, and those
-    of ``unpublished`` GPUs (UUIDs), which return with their node's next offer. ``offer_mode``: that of the last plan.
-    ``held_gpus``: the numbers of the GPUs of which something is held, by UUID; ``held_shares``: by UUID of the GPU and
-    number of a held share, into how many shares the GPU was divided.
+    of ``unpublished`` GPUs (UUIDs), which return with the next offer of their node (disjoint offers: of the GPU).
+    ``offer_mode``: that of the last plan. ``held_gpus``: the numbers of the GPUs of which something is held, by UUID;
+    ``held_shares``: by UUID of the GPU and number of a held share, into how many shares the GPU was divided.
     """
 
     epoch: str

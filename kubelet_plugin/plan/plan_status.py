@@ -40,8 +40,8 @@ from kubelet_plugin.plan.mode import ModeChoice
 STATUS_COALESCE_SECONDS, RELEASE_COALESCE_SECONDS = 0.5, 0.05
 
 STATUS_INTERVAL_SECONDS = 5.0
-"""Minimum time between two writes of fields that only people read. The controller sees what is held and offered in
-claims and slices."""
+"""Minimum time between two writes of fields that only explain something, such as ``refused``; nothing is decided by
+them. The controller sees what is held and offered in claims and slices."""
 
 FAILED_INTERVAL_SECONDS = 60.0
 """Time until failed preparations are read again: nothing reports that the kubelet has given one up."""
@@ -187,7 +187,7 @@ class FenceRelease:
     """Releases the controller's fence around this node's devices when the node becomes standalone or complete.
 
     The node then also offers devices that a controller has fenced. They are in the slices again, so the scheduler
-    counts them, and no controller would release the fence. Call ``notify`` when the mode has changed.
+    counts them. Without a controller nobody else releases the fence. Call ``notify`` when the mode has changed.
     """
 
     def __init__(self, client: KubeClient, namespace: str, pool: Pool, mode: ModeChoice, loop: MakeLoop = Loop) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from controller.curation.ranked_fleet import RankedFleet
 from controller.demand.demand import Demand
 from driver.model.offer import FULL, SHARE, DeviceKind, Offer, OfferKind, Spot
 from driver.placement.ranking import Ranking, Terms
-from tests.support.fleets import SMALL, holding, node, partition, take
+from tests.support.fleets import SMALL, holding, node, partition, possible, take
 
 CURATOR = CountersPlanner(Ranking())
 
@@ -65,6 +66,21 @@ def test_a_burst_finds_an_offer_for_every_claim_and_cuts_as_few_gpus_as_it_can()
     offers = CURATOR.curate(fleet_of("a", "b", gpus=8), [Demand(SMALL, 21)])
     assert len(of_key(offers, SMALL)) == 21
     assert gpus_of(offers, SMALL) == {"a/0", "a/1", "a/2"}
+
+
+def test_pending_claims_of_different_kinds_find_offers_that_take_nothing_from_each_other() -> None:
+    fleet, asked = fleet_of("a", "b"), {FULL: 2, partition("3g.40gb"): 2, SMALL: 7}
+    offers = CURATOR.curate(fleet, [Demand(kind, count) for kind, count in asked.items()])
+    for_pending = [offer for offer in offers if offer.spot.kind in asked]
+    assert Counter(offer.spot.kind for offer in for_pending) == asked
+    for offer in for_pending:
+        assert offer in {device.offer for device in possible(fleet.gpus[offer.gpu])}
+        fleet = take(fleet, offer)
+
+
+def test_where_offers_for_different_kinds_do_not_fit_together_each_kind_has_its_own() -> None:
+    offers = CURATOR.curate(fleet_of("a", gpus=1), [Demand(FULL, 1), Demand(SMALL, 7)])
+    assert (len(of_key(offers, FULL)), len(of_key(offers, SMALL))) == (1, 7)
 
 
 def test_demand_beyond_what_fits_gets_what_fits() -> None:

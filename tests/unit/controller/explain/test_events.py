@@ -153,7 +153,7 @@ def test_what_an_earlier_controller_reported_ends_when_it_no_longer_holds(told: 
     there.holding("claim", "a", "gpu-1")
     later = EventReporter(told.recorder)
     later.adopt(written_events(told.api.server.client()))
-    later.claims(reasons_of(there.queue), there.queue)
+    later.report_claims(reasons_of(there.queue), there.queue)
     reasons = {name: told.one(name, 1) for name in ("claim", "pod-of-claim", "lacking")}
     assert reasons == {"claim": "Allocated", "pod-of-claim": "Allocated", "lacking": "Waits"}
     assert told.one("later", 0) == "AllHeld"
