@@ -29,8 +29,6 @@ from driver.placement.ranking import Ranking
 EXTRA_EXCHANGES = 8
 """The limit of exchanges beyond the number of published offers, far above any that was observed."""
 
-NO_PLACES: frozenset[FleetPlace] = frozenset()
-
 
 class CountersPlanner:
     """Plans for schedulers that subtract counters: offers may overlap, and the scheduler chooses among them.
@@ -86,20 +84,21 @@ class CountersPlanner:
         places = {offer: place for offer, place in located.items() if place is not None}
         keep = {places[offer] for offer in protected if offer in places}
         chosen: set[FleetPlace] = set()
-        for_pending: frozenset[FleetPlace] = frozenset()
+        for_pending: set[FleetPlace] = set()
         for kind in sorted(ranked.kinds, key=ranked.sizes.__getitem__, reverse=True):
             of_kind = {place for place in places.values() if place.spot.kind == kind}
             eligible_for_all = [demand.eligible for demand in by_kind[kind] if demand.all_devices]
             fixed = (of_kind & keep).union(*(ranked.places(kind, eligible) for eligible in eligible_for_all))
             needs = needs_of(ranked, kind, by_kind[kind], of_kind, self.offers)
-            for beside in dict.fromkeys((for_pending, NO_PLACES)) if by_kind[kind] else (NO_PLACES,):
+            of_others = (*sorted(for_pending), *sorted(keep - for_pending - of_kind)) if by_kind[kind] else ()
+            for beside in dict.fromkeys((of_others, ())):
                 draft = OfferDraft(ranked, kind, beside)
                 selection = OfferSelection(draft, needs, frozenset(fixed), self.stickiness)
                 selection.choose(of_kind)
                 if not beside or selection.serves_all:
                     break
-            if by_kind[kind] and beside == for_pending:
-                for_pending |= draft.places
+            if by_kind[kind] and beside == of_others:
+                for_pending |= selection.draft.places
             chosen |= selection.places
         return tuple(ranked.offer(place) for place in sorted(chosen))
 
@@ -290,6 +289,14 @@ def _group(
     scored = []
     for group in demand.together:
         eligible = group if demand.eligible is None else group & demand.eligible
+        # Most groups of a claim that nothing satisfies have too few places, and a draft of each would take long.
+        free = (
+            fleet.cliques[clique].gpus[at].places(kind)
+            for clique, positions in fleet.positions(eligible).items()
+            for at in positions
+        )
+        if sum(map(len, free)) < demand.count:
+            continue
         price = _price(OfferDraft(fleet, kind), eligible, _within(asked, eligible) + demand.count, published)
         if price is not None:
             scored.append((price, sorted(eligible), eligible))
