@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -141,8 +142,9 @@ class Pods:
 
     def remove(self) -> None:
         """Delete every pod and claim that was made here, and wait until they are gone."""
-        self.client.delete(PODS)
-        self.client.delete(CLAIMS)
+        for path in (PODS, CLAIMS):
+            delete = partial(self.client.delete, missing_ok=True)
+            self._each(delete, [f"{path}/{name}" for name in self._requests])
         wait_for(self._gone, GONE_S, "pods and claims are gone", 0.5)
         self._requests.clear()
         self._bound_at.clear()
