@@ -90,7 +90,7 @@ class CountersPlanner:
             eligible_for_all = [demand.eligible for demand in by_kind[kind] if demand.all_devices]
             fixed = (of_kind & keep).union(*(ranked.places(kind, eligible) for eligible in eligible_for_all))
             needs = needs_of(ranked, kind, by_kind[kind], of_kind, self.offers)
-            of_others = (*sorted(for_pending), *sorted(keep - for_pending - of_kind)) if by_kind[kind] else ()
+            of_others = tuple(sorted(for_pending)) if by_kind[kind] else ()
             for beside in dict.fromkeys((of_others, ())):
                 draft = OfferDraft(ranked, kind, beside)
                 selection = OfferSelection(draft, needs, frozenset(fixed), self.stickiness)

@@ -78,16 +78,6 @@ def test_pending_claims_of_different_kinds_find_offers_that_take_nothing_from_ea
         fleet = take(fleet, offer)
 
 
-def test_new_offers_leave_alone_what_claims_of_other_kinds_may_just_have_got() -> None:
-    fleet, small = fleet_of("a", "b"), Demand(SMALL, 7)
-    before = CURATOR.curate(fleet, [small])
-    protected = [offer for offer in before if offer.spot.kind == SMALL]
-    offers = CURATOR.curate(fleet, [small, Demand(FULL, 3)], before, protected)
-    assert of_key(offers, SMALL) == of_key(before, SMALL)
-    assert len(gpus_of(offers, FULL)) == 3
-    assert gpus_of(offers, FULL).isdisjoint(gpus_of(offers, SMALL))
-
-
 def test_where_offers_for_different_kinds_do_not_fit_together_each_kind_has_its_own() -> None:
     offers = CURATOR.curate(fleet_of("a", gpus=1), [Demand(FULL, 1), Demand(SMALL, 7)])
     assert (len(of_key(offers, FULL)), len(of_key(offers, SMALL))) == (1, 7)
