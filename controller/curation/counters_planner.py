@@ -90,14 +90,14 @@ class CountersPlanner:
             eligible_for_all = [demand.eligible for demand in by_kind[kind] if demand.all_devices]
             fixed = (of_kind & keep).union(*(ranked.places(kind, eligible) for eligible in eligible_for_all))
             needs = needs_of(ranked, kind, by_kind[kind], of_kind, self.offers)
-            of_others = tuple(sorted(for_pending)) if by_kind[kind] else ()
-            for beside in dict.fromkeys((of_others, ())):
-                draft = OfferDraft(ranked, kind, beside)
+            of_others = sorted(for_pending) if by_kind[kind] else []
+            for avoided in [of_others, []] if of_others else [[]]:
+                draft = OfferDraft(ranked, kind, avoided)
                 selection = OfferSelection(draft, needs, frozenset(fixed), self.stickiness)
                 selection.choose(of_kind)
-                if not beside or selection.serves_all:
+                if not avoided or selection.serves_all:
                     break
-            if by_kind[kind] and beside == of_others:
+            if by_kind[kind] and avoided == of_others:
                 for_pending |= selection.draft.places
             chosen |= selection.places
         return tuple(ranked.offer(place) for place in sorted(chosen))
@@ -184,7 +184,7 @@ class OfferSelection:
 
     def _start_anew(self) -> bool:
         """Replaces the draft by one that starts from the fixed offers, if that gains enough; returns whether it did."""
-        draft = OfferDraft(self.draft.fleet, self.draft.kind, self.draft.beside)
+        draft = OfferDraft(self.draft.fleet, self.draft.kind, self.draft.avoided)
         fresh = OfferSelection(draft, self.needs, self.fixed, self.stickiness)
         fresh._start()
         fresh._fill(())
@@ -290,12 +290,7 @@ def _group(
     for group in demand.together:
         eligible = group if demand.eligible is None else group & demand.eligible
         # Most groups of a claim that nothing satisfies have too few places, and a draft of each would take long.
-        free = (
-            fleet.cliques[clique].gpus[at].places(kind)
-            for clique, positions in fleet.positions(eligible).items()
-            for at in positions
-        )
-        if sum(map(len, free)) < demand.count:
+        if sum(1 for _ in fleet.places(kind, eligible)) < demand.count:
             continue
         price = _price(OfferDraft(fleet, kind), eligible, _within(asked, eligible) + demand.count, published)
         if price is not None:

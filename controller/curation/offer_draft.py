@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from itertools import chain, islice
 
 from controller.curation.ranked_fleet import NO_CANDIDATES, CliqueCandidate, CliqueCandidates, FleetPlace, RankedFleet
@@ -19,11 +19,11 @@ STICKINESS = 0.5
 class OfferDraft:
     """The drafted places, of any kind, and the best of the places that are left for ``kind``.
 
-    ``growth``: memory slices by which fragmentation grows if all drafted places are allocated. ``beside``: places
-    that no drafted one may overlap; one that overlaps an earlier one is ignored.
+    ``growth``: memory slices by which fragmentation grows if all drafted places are allocated. ``avoided``: disjoint
+    places that no drafted one may overlap.
     """
 
-    def __init__(self, fleet: RankedFleet, kind: OfferKind, beside: Iterable[FleetPlace] = ()) -> None:
+    def __init__(self, fleet: RankedFleet, kind: OfferKind, avoided: Collection[FleetPlace] = ()) -> None:
         self.fleet = fleet
         self.kind = kind
         self.places: set[FleetPlace] = set()
@@ -35,11 +35,9 @@ class OfferDraft:
         """Cliques that differ from the fleet."""
         self._of_changed: dict[Eligible, dict[int, CliqueCandidate | None]] = defaultdict(dict)
         """The candidates of changed cliques, computed on demand."""
-        self.beside: list[FleetPlace] = []
-        for place in beside:
-            if self.admits(place):
-                self.beside.append(place)
-                self._change(place.clique, self._cliques[place.clique].after(place.position, place.spot))
+        self.avoided = avoided
+        for place in avoided:
+            self._change(place.clique, self._cliques[place.clique].after(place.position, place.spot))
 
     def admits(self, place: FleetPlace) -> bool:
         return self._cliques[place.clique].admits(place.position, place.spot)
@@ -79,7 +77,7 @@ class OfferDraft:
 
     def _without(self, place: FleetPlace) -> RankedClique:
         gpu = self.fleet.cliques[place.clique].gpus[place.position]
-        others = (other for other in chain(self.places, self.beside) if other[:2] == place[:2] and other != place)
+        others = (other for other in chain(self.places, self.avoided) if other[:2] == place[:2] and other != place)
         for other in sorted(others):
             gpu = gpu.after(other.spot)
         return self._cliques[place.clique].with_gpu(place.position, gpu)

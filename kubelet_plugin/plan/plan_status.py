@@ -187,7 +187,7 @@ class FenceRelease:
     """Releases the controller's fence around this node's devices when the node becomes standalone or complete.
 
     The node then also offers devices that a controller has fenced. They are in the slices again, so the scheduler
-    counts them. Without a controller nobody else releases the fence. Call ``notify`` when the mode has changed.
+    counts them. Without a controller, nothing else releases the fence. Call ``notify`` when the mode has changed.
     """
 
     def __init__(self, client: KubeClient, namespace: str, pool: Pool, mode: ModeChoice, loop: MakeLoop = Loop) -> None:

@@ -110,8 +110,9 @@ class Sightings:
         queue = situation.queue
         waiting = (pending for pending in queue.pending if pending.key not in queue.gangs_without_room)
         claims = {_uid(pending): pending for pending in waiting if queue.requirements(pending)}
-        now = self._now()
+        now = UNKNOWN_SINCE
         if self._watching:
+            now = Since(self._clock.monotonic(), f" since {seconds_time(self._clock.now())}")
             self._claims = {uid: self._claims.get(uid, now) for uid in claims}
         else:
             ages = {uid: age_of(claim.pods[0], self._clock) for uid, claim in claims.items()}
@@ -147,11 +148,6 @@ class Sightings:
         """The offers of plans that nodes have not published for a while, and since when, as messages have it."""
         latest = self._clock.monotonic() - PUBLISHING_SECONDS
         return {offer: since.text for offer, since in self._late.items() if since.at <= latest}
-
-    def _now(self) -> Since:
-        if not self._watching:
-            return UNKNOWN_SINCE
-        return Since(self._clock.monotonic(), f" since {seconds_time(self._clock.now())}")
 
 
 class ClaimsDespiteOffers:

@@ -72,7 +72,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Used:
-    """What has been used so far: CPU of the scheduler, of controller and fleet, and writes by resource."""
+    """Totals since the start: CPU of the scheduler, CPU of controller and fleet, and writes by resource."""
 
     scheduler_cpu_s: float
     tessera_cpu_s: float

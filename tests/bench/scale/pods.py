@@ -70,10 +70,6 @@ class Burst:
     def pods_a_second(self) -> float:
         return self.bound / self.seconds if self.bound else 0.0
 
-    @property
-    def scheduler_ms_a_pod(self) -> float | None:
-        return self.scheduler_cpu_s / self.bound * 1000 if self.bound else None
-
 
 @dataclass
 class Pods:
@@ -142,9 +138,8 @@ class Pods:
 
     def remove(self) -> None:
         """Delete every pod and claim that was made here, and wait until they are gone."""
-        for path in (PODS, CLAIMS):
-            delete = partial(self.client.delete, missing_ok=True)
-            self._each(delete, [f"{path}/{name}" for name in self._requests])
+        paths = [f"{path}/{name}" for path in (PODS, CLAIMS) for name in self._requests]
+        self._each(partial(self.client.delete, missing_ok=True), paths)
         wait_for(self._gone, GONE_S, "pods and claims are gone", 0.5)
         self._requests.clear()
         self._bound_at.clear()

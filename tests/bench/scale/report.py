@@ -39,12 +39,11 @@ def _row(found: Found, peer: Found | None) -> list[str]:
         _rate(found.small_beside_parked, peer.small_beside_parked if peer else None),
     ]
     memory = _beside(f"{found.cost.peak_mib:.0f}", ratio(found.cost.peak_mib, peer.cost.peak_mib) if peer else None, 2)
-    cpu = found.small.scheduler_ms_a_pod
-    told = "-" if cpu is None else f"{cpu:.1f}"
+    scheduler = _a_pod(found.small.scheduler_cpu_s * 1000, found.small.bound)
     bound = sum(burst.bound for burst in found.bursts)
     tessera = _a_pod(sum(burst.tessera_cpu_s for burst in found.bursts) * 1000, bound)
     writes = _a_pod(sum(sum(burst.writes.values()) for burst in found.bursts), bound)
-    costs = [told, memory, tessera, writes, str(found.slice_updates)]
+    costs = [scheduler, memory, tessera, writes, str(found.slice_updates)]
     return [str(found.nodes), found.layout, str(found.devices), *rates, *costs]
 
 
