@@ -49,15 +49,18 @@ class CountersPlanner:
     def next_s(self) -> float | None:
         return self._wider_offers.next_s
 
-    def plan(self, queue: Queue, devices: DeviceIndex) -> PlannedOffers:
+    def plan(self, queue: Queue, devices: DeviceIndex, announced: Collection[Offer]) -> PlannedOffers:
         """Offers that serve the demand of pending claims, and at least ``offers`` of each kind if there is room.
 
-        Present offers of a kind that is in demand are kept: the scheduler may just have given one to a claim.
+        Published offers of a kind that is in demand are kept: the scheduler may just have given one to a claim.
+        ``announced`` offers count as present, too: otherwise decisions that follow each other quickly would choose them
+        anew.
         """
         demands = demand_of(queue, self._wider_offers.widened(queue))
         requested = {demand.kind for demand in demands}
         protected = [offer for offer in devices.offered if offer.spot.kind in requested]
-        return PlannedOffers(self.curate(queue.feasibility.fleet, demands, devices.offered, protected))
+        present = devices.offered.union(announced)
+        return PlannedOffers(self.curate(queue.feasibility.fleet, demands, present, protected))
 
     def curate(
         self,
@@ -84,21 +87,24 @@ class CountersPlanner:
         places = {offer: place for offer, place in located.items() if place is not None}
         keep = {places[offer] for offer in protected if offer in places}
         chosen: set[FleetPlace] = set()
-        for_pending: set[FleetPlace] = set()
+        for_pending: list[FleetPlace] = []
+        present = {place for place in places.values() if place.spot.kind in by_kind}
+        """Of kinds that pending claims ask for and that are still to be drafted."""
         for kind in sorted(ranked.kinds, key=ranked.sizes.__getitem__, reverse=True):
             of_kind = {place for place in places.values() if place.spot.kind == kind}
-            eligible_for_all = [demand.eligible for demand in by_kind[kind] if demand.all_devices]
+            eligible_for_all = [demand.eligible for demand in by_kind.get(kind, ()) if demand.all_devices]
             fixed = (of_kind & keep).union(*(ranked.places(kind, eligible) for eligible in eligible_for_all))
-            needs = needs_of(ranked, kind, by_kind[kind], of_kind, self.offers)
-            of_others = sorted(for_pending) if by_kind[kind] else []
-            for avoided in [of_others, []] if of_others else [[]]:
+            needs = needs_of(ranked, kind, by_kind.get(kind, ()), of_kind, self.offers)
+            present -= of_kind
+            avoidable = [[*for_pending, *sorted(present)], for_pending] if kind in by_kind else []
+            for avoided in [*filter(None, avoidable), []]:
                 draft = OfferDraft(ranked, kind, avoided)
                 selection = OfferSelection(draft, needs, frozenset(fixed), self.stickiness)
                 selection.choose(of_kind)
                 if not avoided or selection.serves_all:
                     break
-            if by_kind[kind] and avoided == of_others:
-                for_pending |= selection.draft.places
+            if kind in by_kind and for_pending == avoided[: len(for_pending)]:
+                for_pending += sorted(selection.draft.places)
             chosen |= selection.places
         return tuple(ranked.offer(place) for place in sorted(chosen))
 

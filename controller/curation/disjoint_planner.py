@@ -52,8 +52,11 @@ class DisjointPlanner:
     def next_s(self) -> float | None:
         return soonest(self._wider_offers.next_s, self._reservations.next_s)
 
-    def plan(self, queue: Queue, devices: DeviceIndex) -> PlannedOffers:
-        """Offers for each pending claim that has room, then some of each kind for future claims."""
+    def plan(self, queue: Queue, devices: DeviceIndex, announced: Collection[Offer]) -> PlannedOffers:
+        """Offers for each pending claim that has room, then some of each kind for future claims.
+
+        ``announced`` offers have no advantage: a claim gets a published one if there is one.
+        """
         reserved = self._reservations.update(queue)
         return self.curate(queue, devices.offered, self._wider_offers.node_in_turn(queue), reserved)
 

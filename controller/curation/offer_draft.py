@@ -19,8 +19,8 @@ STICKINESS = 0.5
 class OfferDraft:
     """The drafted places, of any kind, and the best of the places that are left for ``kind``.
 
-    ``growth``: memory slices by which fragmentation grows if all drafted places are allocated. ``avoided``: disjoint
-    places that no drafted one may overlap.
+    ``growth``: memory slices by which fragmentation grows if all drafted places are allocated. ``avoided``: places
+    that no drafted one may overlap; of those that overlap each other, the first ones.
     """
 
     def __init__(self, fleet: RankedFleet, kind: OfferKind, avoided: Collection[FleetPlace] = ()) -> None:
@@ -35,9 +35,11 @@ class OfferDraft:
         """Cliques that differ from the fleet."""
         self._of_changed: dict[Eligible, dict[int, CliqueCandidate | None]] = defaultdict(dict)
         """The candidates of changed cliques, computed on demand."""
-        self.avoided = avoided
+        self.avoided: list[FleetPlace] = []
         for place in avoided:
-            self._change(place.clique, self._cliques[place.clique].after(place.position, place.spot))
+            if self.admits(place):
+                self.avoided.append(place)
+                self._change(place.clique, self._cliques[place.clique].after(place.position, place.spot))
 
     def admits(self, place: FleetPlace) -> bool:
         return self._cliques[place.clique].admits(place.position, place.spot)

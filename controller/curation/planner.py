@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,5 +29,8 @@ class OfferPlanner(Protocol):
     def next_s(self) -> float | None:
         """Seconds until the plan may change by time alone; None: it does not."""
 
-    def plan(self, queue: Queue, devices: DeviceIndex) -> PlannedOffers:
-        """What to offer, whether it is possible at once or not. ``devices`` are those that nodes publish."""
+    def plan(self, queue: Queue, devices: DeviceIndex, announced: Collection[Offer]) -> PlannedOffers:
+        """What to offer, whether it is possible at once or not.
+
+        ``devices`` are those that nodes publish, ``announced`` the offers of plans that nodes are about to publish.
+        """

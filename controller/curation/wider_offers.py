@@ -8,6 +8,7 @@ doesn't help, offers are not the obstacle, and the next attempt comes later.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +20,15 @@ CHECK_INTERVAL_SECONDS = 1.0
 """Time between two checks of pending claims."""
 
 OVERDUE_AFTER_SECONDS = 4.0
-"""Time after which a claim that lacks devices gets wider offers, from when it was first seen or from the last
-allocation of an equal claim, if that was later."""
+"""Time after which a claim that lacks devices gets wider offers, from when it was first seen, or from the last
+allocation of its burst, if that was later: until then the scheduler may not have come to it."""
 
-MAX_DEFERRAL_SECONDS = 10.0
-"""Longest time that allocations of equal claims defer a pending claim: their devices may be of no use to it."""
+BURST_SECONDS = 5.0
+"""A claim's burst are the claims that were first seen before it, or at most this much later. Later ones that are
+allocated have overtaken it, so they do not defer it."""
+
+MAX_DEFERRAL_SECONDS = 30.0
+"""Longest time that allocations of its burst defer a pending claim: their devices may be of no use to it."""
 
 TURN_SECONDS = 3.0
 """Time for which one group of nodes offers all matching devices: enough for the scheduler, short for other groups."""
@@ -42,8 +47,8 @@ MAX_CLAIMS = 8
 
 
 @dataclass
-class PendingSince:
-    """A pending claim: when it was first seen, the last allocation of an equal claim, and its requirements."""
+class LackingSince:
+    """A claim that lacks devices: since when it does, the last allocation of its burst, and its requirements."""
 
     first_seen: float
     last_deferred: float
@@ -55,7 +60,9 @@ class WiderOffers:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._waits: dict[str, PendingSince] = {}
+        self._first_seen: dict[str, float] = {}
+        """When each pending claim was first seen, by key."""
+        self._waits: dict[str, LackingSince] = {}
 
     @property
     def next_s(self) -> float | None:
@@ -94,13 +101,14 @@ class WiderOffers:
         return wider
 
     def _remember(self, queue: Queue, unsatisfied: Mapping[str, PendingClaim], now: float) -> None:
-        still = {pending.key for pending in queue.pending}
-        served = {wait.requirements for key, wait in self._waits.items() if key not in still}
+        before = self._first_seen
+        self._first_seen = {pending.key: before.get(pending.key, now) for pending in queue.pending}
+        earliest_served = min((before[key] for key in before.keys() - self._first_seen.keys()), default=math.inf)
         self._waits = {key: wait for key, wait in self._waits.items() if key in unsatisfied}
         for key, pending in unsatisfied.items():
-            wait = self._waits.setdefault(key, PendingSince(now, now, queue.requirements(pending)))
+            wait = self._waits.setdefault(key, LackingSince(now, now, queue.requirements(pending)))
             may_defer = self._overdue_seconds(pending, now) < 0 and now - wait.first_seen < MAX_DEFERRAL_SECONDS
-            if may_defer and wait.requirements in served:
+            if may_defer and earliest_served <= self._first_seen[key] + BURST_SECONDS:
                 wait.last_deferred = now
 
     def _overdue_seconds(self, pending: PendingClaim, now: float) -> float:

@@ -119,7 +119,9 @@ class ChooseStage:
         """What to offer, whether it is possible at once or not."""
         self._planner = self._planners[seen.mode]
         plans, devices = seen.snapshot.plans, seen.devices
-        planned = self._planner.plan(seen.queue, devices)
+        refusing, gpus = seen.nodes.refusing, seen.fleet.gpus
+        announced = {offer for offer in devices.unpublished(plans) if gpus[offer.gpu].node not in refusing}
+        planned = self._planner.plan(seen.queue, devices, announced)
         nominated = self._nominated.update(seen.queue, devices.offered)
         listed: Collection[Offer] = ()
         if seen.mode is OfferMode.COUNTERS:  # listed devices would keep disjoint offers that overlap them waiting

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from controller.curation.wider_offers import (
+    BURST_SECONDS,
     MAX_CLAIMS,
     MAX_DEFERRAL_SECONDS,
     MAX_NODES,
@@ -98,13 +99,11 @@ def test_where_wider_offers_do_not_help_they_end_and_the_next_try_is_later(
     assert lengths[4][1] >= 2 * PAUSE_SECONDS - OVERDUE_AFTER_SECONDS
 
 
-def test_while_others_that_ask_for_the_same_are_served_nobody_loses_patience(
-    patience: WiderOffers, clock: FakeClock
-) -> None:
+def test_while_others_of_its_burst_are_served_nobody_loses_patience(patience: WiderOffers, clock: FakeClock) -> None:
     there = waiting()
     for number in range(5):
-        there.wants(request(selector=FULL), name=f"other-{number}", status=refused())
-    for _ in range(2):
+        there.wants(request(selector=profile("1g.10gb")), name=f"other-{number}", status=refused(""))
+    for _ in range(4):
         assert patience.widened(there.queue) == {}
         clock.advance(OVERDUE_AFTER_SECONDS - 0.5)
         there.pods.pop()
@@ -113,12 +112,25 @@ def test_while_others_that_ask_for_the_same_are_served_nobody_loses_patience(
     assert patience.widened(there.queue)
 
 
+def test_a_claim_that_later_ones_overtake_gets_wider_offers_while_they_are_served(
+    patience: WiderOffers, clock: FakeClock
+) -> None:
+    there = waiting()
+    assert patience.widened(there.queue) == {}
+    for number in range(int(BURST_SECONDS + OVERDUE_AFTER_SECONDS) + 1):
+        clock.advance(1)
+        there.wants(request(selector=FULL), name=f"later-{number}", status=refused())
+        patience.widened(there.queue)
+        there.pods.pop()
+    assert "default/claim" in patience.widened(there.queue)
+
+
 def test_others_that_are_served_put_off_nobody_for_long(patience: WiderOffers, clock: FakeClock) -> None:
     there = waiting()
     for number in range(20):
         there.wants(request(selector=FULL), name=f"other-{number}", status=refused())
     widened = []
-    for _ in range(10):
+    for _ in range(15):
         clock.advance(OVERDUE_AFTER_SECONDS - 0.5)
         there.pods.pop()
         widened.append(bool(patience.widened(there.queue)))
