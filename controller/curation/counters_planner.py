@@ -57,10 +57,10 @@ class CountersPlanner:
         anew.
         """
         demands = demand_of(queue, self._wider_offers.widened(queue))
-        requested = {demand.kind for demand in demands}
+        requested = frozenset(demand.kind for demand in demands)
         protected = [offer for offer in devices.offered if offer.spot.kind in requested]
         present = devices.offered.union(announced)
-        return PlannedOffers(self.curate(queue.feasibility.fleet, demands, present, protected))
+        return PlannedOffers(self.curate(queue.feasibility.fleet, demands, present, protected), requested)
 
     def curate(
         self,
@@ -71,8 +71,8 @@ class CountersPlanner:
     ) -> tuple[Offer, ...]:
         """The offers of every kind that ``fleet`` has, in a fixed order.
 
-        Offers for pending claims of different kinds overlap only where there is not enough room: then the allocation of
-        one claim takes no offer away from another, and a burst of pods needs few decisions.
+        Offers for pending claims of different kinds, new and present ones, overlap only where there is not enough room:
+        then the allocation of one claim takes no offer away from another, and a burst of pods needs few decisions.
 
         ``published`` are the present offers, ``protected`` those among them that the scheduler may just have given to
         a pending claim: they stay while they are possible. Demand for kinds that the fleet lacks is ignored.
@@ -88,15 +88,14 @@ class CountersPlanner:
         keep = {places[offer] for offer in protected if offer in places}
         chosen: set[FleetPlace] = set()
         for_pending: list[FleetPlace] = []
-        present = {place for place in places.values() if place.spot.kind in by_kind}
-        """Of kinds that pending claims ask for and that are still to be drafted."""
+        awaited = {place for place in places.values() if place.spot.kind in by_kind}
         for kind in sorted(ranked.kinds, key=ranked.sizes.__getitem__, reverse=True):
             of_kind = {place for place in places.values() if place.spot.kind == kind}
             eligible_for_all = [demand.eligible for demand in by_kind.get(kind, ()) if demand.all_devices]
             fixed = (of_kind & keep).union(*(ranked.places(kind, eligible) for eligible in eligible_for_all))
             needs = needs_of(ranked, kind, by_kind.get(kind, ()), of_kind, self.offers)
-            present -= of_kind
-            avoidable = [[*for_pending, *sorted(present)], for_pending] if kind in by_kind else []
+            awaited -= of_kind
+            avoidable = [[*for_pending, *sorted(awaited)], for_pending if awaited else []] if kind in by_kind else []
             for avoided in [*filter(None, avoidable), []]:
                 draft = OfferDraft(ranked, kind, avoided)
                 selection = OfferSelection(draft, needs, frozenset(fixed), self.stickiness)

@@ -91,7 +91,8 @@ class DisjointPlanner:
                 planned |= plan.serve_pod(pod, preferred_nodes)
         plan.fill(self._offers)
         by_claim = {key: tuple(map(ranked.offer, places)) for key, places in planned.items()}
-        return PlannedOffers(tuple(map(ranked.offer, sorted(plan.places))), by_claim)
+        requested = frozenset(place.spot.kind for places in planned.values() for place in places)
+        return PlannedOffers(tuple(map(ranked.offer, sorted(plan.places))), requested, by_claim)
 
 
 class _Plan:

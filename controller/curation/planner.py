@@ -8,17 +8,19 @@ from typing import Protocol
 
 from controller.cluster.device_index import DeviceIndex
 from controller.demand.pending_claims import Queue
-from driver.model.offer import Offer
+from driver.model.offer import Offer, OfferKind
 
 
 @dataclass(frozen=True)
 class PlannedOffers:
-    """``by_claim``: by key of the claim, the offers of ``offers`` that its pod is to be given.
+    """``requested``: the kinds of those of ``offers`` that are for pending claims.
 
-    None with counters: the scheduler chooses among all offers.
+    ``by_claim``: by key of the claim, the offers of ``offers`` that its pod is to be given. None with counters: the
+    scheduler chooses among all offers.
     """
 
     offers: tuple[Offer, ...]
+    requested: frozenset[OfferKind]
     by_claim: Mapping[str, tuple[Offer, ...]] | None = None
 
 

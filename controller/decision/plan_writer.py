@@ -15,13 +15,15 @@ from controller.step_names import Observer, Step
 from driver.errors import CONFLICT, ApiError
 from driver.kube.client import KubeClient, Object
 from driver.kube.types import GpuNodePlan
+from driver.model.offer import Offer, OfferKind
 from driver.model.plan import API_VERSION, KIND, OPERATORS, PATH, PlanSpec
 from driver.step_observer import observed, unobserved
 
 log = logging.getLogger(__name__)
 
 LAZY_WRITE_DELAY_SECONDS = 1.0
-"""Longest delay of a change that no pending claim depends on: a write of a plan costs the API server milliseconds."""
+"""Longest delay of a change that no pending claim depends on: a write of a plan costs the API server milliseconds, and
+the scheduler tries every waiting pod again when the node changes its slices."""
 
 RETRY_INTERVAL_SECONDS = 3.0
 """Time until a failed write of a plan is repeated; other plans are written meanwhile."""
@@ -39,7 +41,7 @@ class Priority(IntEnum):
     KEEP = 0
     """A device that the node is about to withdraw is allocated."""
     OFFER = 1
-    """A pending claim may depend on the change."""
+    """The plan gets offers of a kind that pending claims ask for; or any offers, if no claim is pending."""
     EPOCH = 2
     LAZY = 3
 
@@ -82,15 +84,17 @@ class PlanWriter:
         specs: Mapping[str, PlanSpec],
         existing: Mapping[str, GpuNodePlan],
         owners: Mapping[str, str],
+        requested: Collection[OfferKind],
         changed: Collection[str] | None = None,
     ) -> int:
         """Write those of ``specs`` that differ from ``existing`` plans, and return their number; failures are repeated.
 
-        ``owners`` are the uids of the Nodes: a plan is deleted with its Node. ``changed`` are the nodes whose spec or
-        plan changed since the last call; None: any.
+        ``owners`` are the uids of the Nodes: a plan is deleted with its Node. ``requested`` are the kinds of offers
+        that pending claims ask for. ``changed`` are the nodes whose spec or plan changed since the last call; None:
+        any.
         """
         now = self._clock()
-        due = self._due(specs, existing, owners, changed, now)
+        due = self._due(specs, existing, owners, requested, changed, now)
         if not due:
             return 0
         with ThreadPoolExecutor(min(len(due), PARALLEL_WRITES)) as pool:
@@ -107,6 +111,7 @@ class PlanWriter:
         specs: Mapping[str, PlanSpec],
         existing: Mapping[str, GpuNodePlan],
         owners: Mapping[str, str],
+        requested: Collection[OfferKind],
         changed: Collection[str] | None,
         now: float,
     ) -> list[Due]:
@@ -123,7 +128,7 @@ class PlanWriter:
             if node in self._failed:
                 continue
             since = before.get(node, now)
-            priority = _priority(plan.spec if plan is not None else PlanSpec(), spec)
+            priority = _priority(plan.spec if plan is not None else PlanSpec(), spec, requested)
             if plan is None or priority < Priority.LAZY or now - since >= LAZY_WRITE_DELAY_SECONDS:
                 due.append(Due(priority, node, plan, owners.get(node, ""), spec))
             else:
@@ -171,9 +176,10 @@ def _is_current(current: PlanSpec, spec: PlanSpec) -> bool:
     return msgspec.structs.replace(current.decided, withdrawn=()) == msgspec.structs.replace(spec, withdrawn=())
 
 
-def _priority(current: PlanSpec, spec: PlanSpec) -> Priority:
-    if not spec.held_devices.isdisjoint(current.withdrawn):
+def _priority(current: PlanSpec, spec: PlanSpec, requested: Collection[OfferKind]) -> Priority:
+    if current.withdrawn and not spec.held_devices.isdisjoint(current.withdrawn):
         return Priority.KEEP
-    if not set(spec.offers) <= set(current.offers):
+    new = [Offer.parse(text) for text in {*spec.offers} - {*current.offers}]
+    if new and (not requested or any(offer is not None and offer.spot.kind in requested for offer in new)):
         return Priority.OFFER
     return Priority.LAZY if current.epoch == spec.epoch else Priority.EPOCH

@@ -27,7 +27,7 @@ from controller.step_names import Observer
 from driver.clock import soonest
 from driver.kube.client import KubeClient
 from driver.kube.types import GpuNodePlan
-from driver.model.offer import Offer
+from driver.model.offer import Offer, OfferKind
 from driver.model.plan import MODE_SPREAD_SECONDS, OfferMode, PlanSpec, PublishHeld
 
 log = logging.getLogger(__name__)
@@ -73,6 +73,10 @@ class WriteStage:
         self.labels = NodeLabels(client, LABEL_SETS[settings.node_labels])
         self._asked: Asked | None = None
         """What was written last; None: the last attempt failed."""
+        self._requested: frozenset[OfferKind] = frozenset()
+        """The kinds that pending claims asked for then."""
+        self._is_writing_later = False
+        """Whether changes wait because no pending claim asked for them then."""
         self._due_at = -math.inf
 
     @property
@@ -84,7 +88,10 @@ class WriteStage:
         with_requests_for_all = nodes_with_requests_for_all(seen.queue)
         monitored = seen.queue.monitored_nodes if seen.queue.monitoring else NO_NODES
         asked = Asked(seen.mode, offers.possible, offers.listed, offers.withdrawn, with_requests_for_all, monitored)
-        if seen.is_same_cluster and asked == self._asked and time.monotonic() < self._due_at:
+        requested = offers.planned.requested
+        is_urgent = self._is_writing_later and not requested <= self._requested
+        is_same = seen.is_same_cluster and asked == self._asked and not is_urgent
+        if is_same and time.monotonic() < self._due_at:
             return
         self._asked = None
         plans, views, changed = seen.snapshot.plans, seen.snapshot.views, seen.snapshot.changed
@@ -93,7 +100,7 @@ class WriteStage:
             len(seen.fleet.gpus), most_gpus, plans, seen.nodes.names, with_requests_for_all
         )
         specs = self._specs.update(views, changed, seen.fleet, asked, publish_held)
-        written = self._writer.write(specs, plans, self._specs.owners, self._specs.changed | changed.names)
+        written = self._writer.write(specs, plans, self._specs.owners, requested, self._specs.changed | changed.names)
         self._specs.changed.clear()
         if written:
             elapsed, offered = (time.perf_counter() - seen.began) * 1000, len(offers.planned.offers)
@@ -104,9 +111,10 @@ class WriteStage:
         has_failed = self._failed_starts.next_s is not None or any(plan.status.unprepared for plan in plans.values())
         if has_failed and self._cache.stale() is None:
             self._failed_starts.update(plans, seen.snapshot.cluster.claims)
-        self._asked = asked
-        evictors = (self._overlaps.next_s, self._failed_starts.next_s)
-        seconds = soonest(self._held_publication.next_s, self._writer.next_s, *evictors)
+        self._asked, self._requested = asked, requested
+        evictors, writer_s = (self._overlaps.next_s, self._failed_starts.next_s), self._writer.next_s
+        self._is_writing_later = writer_s is not None
+        seconds = soonest(self._held_publication.next_s, writer_s, *evictors)
         self._due_at = math.inf if seconds is None else time.monotonic() + seconds
 
 

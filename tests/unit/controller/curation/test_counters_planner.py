@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from controller.cluster.device_index import DeviceIndex
 from controller.cluster.fleet import Fleet
 from controller.curation.counters_planner import CountersPlanner
 from controller.curation.ranked_fleet import RankedFleet
@@ -15,6 +16,7 @@ from controller.demand.demand import Demand
 from driver.model.offer import FULL, SHARE, DeviceKind, Offer, OfferKind, Spot
 from driver.placement.ranking import Ranking, Terms
 from tests.support.fleets import SMALL, holding, node, partition, possible, take
+from tests.support.queues import Situation, node_of, profile, request
 
 CURATOR = CountersPlanner(Ranking())
 
@@ -76,6 +78,27 @@ def test_pending_claims_of_different_kinds_find_offers_that_take_nothing_from_ea
     for offer in for_pending:
         assert offer in {device.offer for device in possible(fleet.gpus[offer.gpu])}
         fleet = take(fleet, offer)
+
+
+def test_as_a_burst_grows_larger_kinds_leave_the_offers_that_smaller_claims_wait_for() -> None:
+    fleet, seven = fleet_of("a", "b"), Demand(SMALL, 7)
+    before = [offer for offer in CURATOR.curate(fleet, [seven]) if offer.spot.kind == SMALL]
+    offers = CURATOR.curate(fleet, [seven, Demand(partition("3g.40gb"), 2), Demand(FULL, 2)], before)
+    assert [offer for offer in offers if offer.spot.kind == SMALL] == before
+    for offer in before:
+        fleet = take(fleet, offer)
+    for offer in offers:
+        if offer.spot.kind in {partition("3g.40gb"), FULL}:
+            fleet = take(fleet, offer)
+
+
+def test_offers_that_nodes_are_about_to_publish_are_not_chosen_anew() -> None:
+    there = Situation([*node_of("a"), *node_of("b")])
+    queue = there.wants(request(selector=profile("1g.10gb"))).queue
+    best, *_ = (offer for offer in CURATOR.plan(queue, DeviceIndex(), ()).offers if offer.spot.kind == SMALL)
+    for uuid in there.queue.feasibility.fleet.gpus:
+        announced = Offer(uuid, best.spot)
+        assert announced in CURATOR.plan(queue, DeviceIndex(), [announced]).offers
 
 
 def test_where_offers_for_different_kinds_do_not_fit_together_each_kind_has_its_own() -> None:

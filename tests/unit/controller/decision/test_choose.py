@@ -13,7 +13,7 @@ from tests.unit.controller.decision.test_plan_writer import OTHER, SMALL, offer
 
 def test_an_offer_that_waits_is_wanted_and_not_possible() -> None:
     small, other = offer(SMALL), offer(OTHER)
-    offers = ChosenOffers(PlannedOffers((small, other)), frozenset({small, other}), frozenset())
+    offers = ChosenOffers(PlannedOffers((small, other), frozenset()), frozenset({small, other}), frozenset())
     offers = offers.let_wait([small], WaitsFor.FENCE)
     assert offers.possible == {other}
     assert offers.waiting_for(WaitsFor.FENCE) == {small}

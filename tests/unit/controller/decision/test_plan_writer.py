@@ -19,7 +19,7 @@ from controller.decision.plan_writer import LAZY_WRITE_DELAY_SECONDS, MAX_WRITES
 from controller.decision.write_and_evict import Asked, PlanSpecs
 from driver.kube.client import Object
 from driver.kube.types import PAUSED, GpuNodePlan, PlanMetadata
-from driver.model.offer import Offer
+from driver.model.offer import FULL, Offer, OfferKind
 from driver.model.plan import OfferMode, PlanMode, PlanSpec, PlanStatus, PublishHeld
 from tests.support.api_server import Exchange, HttpServer
 from tests.support.node_views import changes, fleet_of
@@ -112,6 +112,7 @@ class Writing:
     server: Server
     plans: dict[str, GpuNodePlan] = field(default_factory=dict)
     now: float = 100.0
+    requested: frozenset[OfferKind] = frozenset()
 
     def __post_init__(self) -> None:
         self.writer = PlanWriter(self.server.client(), self.stored, lambda: self.now)
@@ -126,7 +127,7 @@ class Writing:
         return self
 
     def write(self, wanted: PlanSpec) -> int:
-        return self.writer.write({"n1": wanted}, self.plans, {"n1": "node-uid"})
+        return self.writer.write({"n1": wanted}, self.plans, {"n1": "node-uid"}, self.requested)
 
 
 @pytest.fixture
@@ -188,6 +189,15 @@ def test_an_offer_is_written_at_once_and_the_rest_with_it_or_a_moment_later(writ
     assert writing.write(spec(OTHER, held=())) == 1
 
 
+def test_while_claims_are_pending_offers_that_they_do_not_ask_for_wait_a_moment(writing: Writing) -> None:
+    small = offer(SMALL).spot.kind
+    writing.has(spec(SMALL))
+    writing.requested = frozenset({FULL})
+    assert writing.write(spec(OTHER)) == 0
+    writing.requested = frozenset({FULL, small})
+    assert writing.write(spec(OTHER)) == 1
+
+
 def test_a_node_that_stood_alone_is_answered_at_once(writing: Writing) -> None:
     writing.has(spec(SMALL))
     assert writing.write(msgspec.structs.replace(spec(SMALL), epoch="another")) == 1
@@ -234,26 +244,28 @@ def test_a_plan_that_can_not_be_written_keeps_nobody_and_is_tried_again(caplog: 
     both, owners = {"n1": spec(SMALL), "n2": spec(SMALL)}, {"n1": "a", "n2": "b"}
     with Server("n1") as server:
         writer = PlanWriter(server.client(), ignored, lambda: now)
-        assert writer.write(both, {}, owners) == 1
+        assert writer.write(both, {}, owners, ()) == 1
         assert [body["metadata"]["name"] for body in server.bodies] == ["n2"]
         assert "not today" in str(caplog.records[-1].__dict__)
         server.refused = ()
-        assert writer.write({"n1": both["n1"]}, {}, owners) == 0
+        assert writer.write({"n1": both["n1"]}, {}, owners, ()) == 0
         assert writer.next_s == RETRY_INTERVAL_SECONDS
         now += RETRY_INTERVAL_SECONDS
-        assert writer.write({"n1": both["n1"]}, {}, owners) == 1
+        assert writer.write({"n1": both["n1"]}, {}, owners, ()) == 1
         assert writer.next_s is None
 
 
 def test_only_plans_are_looked_at_of_which_something_has_changed_or_that_wait_to_be_written(writing: Writing) -> None:
     writing.has(spec(SMALL))
     lazy, owners = {"n1": spec()}, {"n1": "node-uid"}
-    assert writing.writer.write(lazy, writing.plans, owners, {"n1"}) == 0
+    assert writing.writer.write(lazy, writing.plans, owners, (), {"n1"}) == 0
     writing.now += LAZY_WRITE_DELAY_SECONDS
-    assert writing.writer.write(lazy, writing.plans, owners, ()) == 1
-    assert writing.writer.write({"n1": spec(OTHER)}, writing.plans, owners, ()) == 1  # that one was written, not seen
-    assert writing.writer.write({"n1": spec(OTHER)}, writing.plans, owners, {"n1"}) == 0
-    assert writing.writer.write({"n1": spec(SMALL)}, writing.plans, owners, ()) == 0
+    assert writing.writer.write(lazy, writing.plans, owners, (), ()) == 1
+    assert (
+        writing.writer.write({"n1": spec(OTHER)}, writing.plans, owners, (), ()) == 1
+    )  # that one was written, not seen
+    assert writing.writer.write({"n1": spec(OTHER)}, writing.plans, owners, (), {"n1"}) == 0
+    assert writing.writer.write({"n1": spec(SMALL)}, writing.plans, owners, (), ()) == 0
 
 
 def test_only_nodes_that_changed_get_another_spec() -> None:
@@ -288,7 +300,9 @@ def test_no_plan_waits_for_the_writing_of_another() -> None:
 
     with Slow() as slow:
         assert (
-            PlanWriter(slow.client(), ignored).write({"n1": spec(SMALL), "n2": spec(SMALL)}, {}, {"n1": "a", "n2": "b"})
+            PlanWriter(slow.client(), ignored).write(
+                {"n1": spec(SMALL), "n2": spec(SMALL)}, {}, {"n1": "a", "n2": "b"}, ()
+            )
             == 2
         )
 
@@ -299,10 +313,10 @@ def test_of_many_plans_those_that_offer_something_are_written_first_and_the_rest
     names = [f"n{number:03}" for number in range(2 * MAX_WRITES)]
     wanted = {name: PlanSpec(epoch="one") for name in names} | {names[-1]: spec(SMALL)}
     uids = dict.fromkeys(names, "uid")
-    assert writing.writer.write(wanted, {}, uids) == MAX_WRITES
+    assert writing.writer.write(wanted, {}, uids, ()) == MAX_WRITES
     written = {body["metadata"]["name"] for body in writing.server.bodies}
     assert names[-1] in written
     assert writing.writer.next_s == 0.0
     there = {name: GpuNodePlan(PlanMetadata(name, "1"), wanted[name]) for name in written}
-    assert writing.writer.write(wanted, there, uids) == MAX_WRITES
+    assert writing.writer.write(wanted, there, uids, ()) == MAX_WRITES
     assert writing.writer.next_s is None
