@@ -28,6 +28,10 @@ the scheduler tries every waiting pod again when the node changes its slices."""
 RETRY_INTERVAL_SECONDS = 3.0
 """Time until a failed write of a plan is repeated; other plans are written meanwhile."""
 
+CONFLICT_RETRY_SECONDS = 0.1
+"""Time after which a plan that changed meanwhile is written: the watch has brought the new version by then, and calls
+for no decision if only numbers of the status changed."""
+
 MAX_WRITES = 48
 """Plans written per decision: an urgent plan must not wait for the updates of a thousand nodes."""
 
@@ -99,12 +103,15 @@ class PlanWriter:
             return 0
         with ThreadPoolExecutor(min(len(due), PARALLEL_WRITES)) as pool:
             errors = {write.node: error for write, error in zip(due, pool.map(self._write, due), strict=True)}
-        failures = {node: str(error) for node, error in errors.items() if error is not None}
+        failed = {node: error for node, error in errors.items() if error is not None}
+        conflicts = [node for node, error in failed.items() if error.status == CONFLICT]
+        self._differs_since |= dict.fromkeys(conflicts, now + CONFLICT_RETRY_SECONDS - LAZY_WRITE_DELAY_SECONDS)
+        failures = {node: str(error) for node, error in failed.items() if error.status != CONFLICT}
         if failures:
             self._failed |= dict.fromkeys(failures, now + RETRY_INTERVAL_SECONDS)
             first, why = next(iter(failures.items()))
             log.error("writing plans failed", extra={"plans": len(failures), "first": first, "error": why})
-        return len(due) - len(failures)
+        return len(due) - len(failed)
 
     def _due(
         self,
@@ -147,7 +154,7 @@ class PlanWriter:
         return max(0.0, min(times) - self._clock()) if times else None
 
     def _write(self, due: Due) -> ApiError | None:
-        """Write one plan, unless it changed meanwhile: another controller may lead by now."""
+        """Write one plan, unless it changed meanwhile (CONFLICT): another controller may lead by now."""
         _, node, plan, owner, spec = due
         body = {"spec": {key: value for key, value in msgspec.to_builtins(spec).items() if key not in OPERATORS}}
         with observed(self._observer, Step.WRITE_PLAN):
@@ -161,10 +168,7 @@ class PlanWriter:
                     precondition = {"metadata": {"resourceVersion": plan.metadata.resource_version}}
                     stored = self._client.patch(f"{PATH}/{node}", {**precondition, **body})
             except ApiError as error:
-                if error.status != CONFLICT:
-                    return error
-                log.debug("plan changed meanwhile: not written", extra={"node": node})
-                return None
+                return error
             self._stored(stored)
             return None
 

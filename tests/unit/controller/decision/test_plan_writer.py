@@ -15,7 +15,13 @@ from controller.cluster.device_index import DeviceIndex
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_use_labels import Dedication
 from controller.cluster.node_views import NodeView
-from controller.decision.plan_writer import LAZY_WRITE_DELAY_SECONDS, MAX_WRITES, RETRY_INTERVAL_SECONDS, PlanWriter
+from controller.decision.plan_writer import (
+    CONFLICT_RETRY_SECONDS,
+    LAZY_WRITE_DELAY_SECONDS,
+    MAX_WRITES,
+    RETRY_INTERVAL_SECONDS,
+    PlanWriter,
+)
 from controller.decision.write_and_evict import Asked, PlanSpecs
 from driver.kube.client import Object
 from driver.kube.types import PAUSED, GpuNodePlan, PlanMetadata
@@ -227,6 +233,17 @@ def test_a_plan_that_another_leader_has_written_meanwhile_is_left_for_the_next_d
     server.status = 409
     writing.has(spec()).write(spec(SMALL))
     assert writing.plans["n1"].spec == spec()
+
+
+def test_a_plan_whose_status_changed_meanwhile_is_written_a_moment_later(server: Server, writing: Writing) -> None:
+    """The watch brings the new version, but a status that the controller ignores asks for no decision."""
+    writing.has(spec())
+    server.status = 409
+    assert writing.write(spec(SMALL)) == 0
+    assert writing.writer.next_s == pytest.approx(CONFLICT_RETRY_SECONDS)
+    server.status = 500
+    assert writing.write(spec(SMALL)) == 1
+    assert writing.writer.next_s is None
 
 
 def test_a_paused_plan_is_a_persons(writing: Writing) -> None:
