@@ -29,7 +29,7 @@ RETRY_INTERVAL_SECONDS = 3.0
 """Time until a failed write of a plan is repeated; other plans are written meanwhile."""
 
 CONFLICT_RETRY_SECONDS = 0.1
-"""Time after which a plan that changed meanwhile is written: the watch has brought the new version by then, and calls
+"""Time after which a plan that changed meanwhile is written if the watch has brought the new version by then: it calls
 for no decision if only numbers of the status changed."""
 
 MAX_WRITES = 48
@@ -82,6 +82,8 @@ class PlanWriter:
         self._differ: set[str] = set()
         """Nodes whose plans differed from their spec at the last call."""
         self._failed: dict[str, float] = {}
+        self._outdated: dict[str, GpuNodePlan | None] = {}
+        """By node, what the API server refused to change because it is not the newest version."""
 
     def write(
         self,
@@ -105,6 +107,7 @@ class PlanWriter:
             errors = {write.node: error for write, error in zip(due, pool.map(self._write, due), strict=True)}
         failed = {node: error for node, error in errors.items() if error is not None}
         conflicts = [node for node, error in failed.items() if error.status == CONFLICT]
+        self._outdated |= {node: existing.get(node) for node in conflicts}
         self._differs_since |= dict.fromkeys(conflicts, now + CONFLICT_RETRY_SECONDS - LAZY_WRITE_DELAY_SECONDS)
         failures = {node: str(error) for node, error in failed.items() if error.status != CONFLICT}
         if failures:
@@ -133,6 +136,9 @@ class PlanWriter:
                 continue
             differ.add(node)
             if node in self._failed:
+                continue
+            if node in self._outdated and self._outdated[node] is plan:
+                self._differs_since[node] = now
                 continue
             since = before.get(node, now)
             priority = _priority(plan.spec if plan is not None else PlanSpec(), spec, requested)
