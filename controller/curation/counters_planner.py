@@ -87,7 +87,7 @@ class CountersPlanner:
         places = {offer: place for offer, place in located.items() if place is not None}
         keep = {places[offer] for offer in protected if offer in places}
         chosen: set[FleetPlace] = set()
-        for_pending: list[FleetPlace] = []
+        for_pending: tuple[FleetPlace, ...] = ()
         awaited = {place for place in places.values() if place.spot.kind in by_kind}
         for kind in sorted(ranked.kinds, key=ranked.sizes.__getitem__, reverse=True):
             of_kind = {place for place in places.values() if place.spot.kind == kind}
@@ -95,15 +95,15 @@ class CountersPlanner:
             fixed = (of_kind & keep).union(*(ranked.places(kind, eligible) for eligible in eligible_for_all))
             needs = needs_of(ranked, kind, by_kind.get(kind, ()), of_kind, self.offers)
             awaited -= of_kind
-            avoidable = [[*for_pending, *sorted(awaited)], for_pending if awaited else []] if kind in by_kind else []
-            for avoided in [*filter(None, avoidable), []]:
+            to_avoid = ((*for_pending, *sorted(awaited)), for_pending) if kind in by_kind else ()
+            for avoided in dict.fromkeys((*to_avoid, ())):
                 draft = OfferDraft(ranked, kind, avoided)
                 selection = OfferSelection(draft, needs, frozenset(fixed), self.stickiness)
                 selection.choose(of_kind)
                 if not avoided or selection.serves_all:
                     break
-            if kind in by_kind and for_pending == avoided[: len(for_pending)]:
-                for_pending += sorted(selection.draft.places)
+            if avoided in to_avoid:
+                for_pending += tuple(sorted(selection.draft.places))
             chosen |= selection.places
         return tuple(ranked.offer(place) for place in sorted(chosen))
 

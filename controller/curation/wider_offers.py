@@ -50,7 +50,7 @@ MAX_CLAIMS = 8
 class LackingSince:
     """A claim that lacks devices: since when it does, the last allocation of its burst, and its requirements."""
 
-    first_seen: float
+    since: float
     last_deferred: float
     requirements: object
 
@@ -107,7 +107,7 @@ class WiderOffers:
         self._waits = {key: wait for key, wait in self._waits.items() if key in unsatisfied}
         for key, pending in unsatisfied.items():
             wait = self._waits.setdefault(key, LackingSince(now, now, queue.requirements(pending)))
-            may_defer = self._overdue_seconds(pending, now) < 0 and now - wait.first_seen < MAX_DEFERRAL_SECONDS
+            may_defer = self._overdue_seconds(pending, now) < 0 and now - wait.since < MAX_DEFERRAL_SECONDS
             if may_defer and earliest_served <= self._first_seen[key] + BURST_SECONDS:
                 wait.last_deferred = now
 

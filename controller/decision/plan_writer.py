@@ -107,6 +107,8 @@ class PlanWriter:
             errors = {write.node: error for write, error in zip(due, pool.map(self._write, due), strict=True)}
         failed = {node: error for node, error in errors.items() if error is not None}
         conflicts = [node for node, error in failed.items() if error.status == CONFLICT]
+        if conflicts:
+            log.debug("plans changed meanwhile: not written", extra={"nodes": conflicts})
         self._outdated |= {node: existing.get(node) for node in conflicts}
         self._differs_since |= dict.fromkeys(conflicts, now + CONFLICT_RETRY_SECONDS - LAZY_WRITE_DELAY_SECONDS)
         failures = {node: str(error) for node, error in failed.items() if error.status != CONFLICT}
@@ -128,6 +130,7 @@ class PlanWriter:
         """The plans to be written now; other differences are remembered for later."""
         before, self._differs_since = self._differs_since, {}
         self._failed = {node: until for node, until in self._failed.items() if until > now}
+        self._outdated = {node: plan for node, plan in self._outdated.items() if existing.get(node) is plan}
         differ: set[str] = set()
         due: list[Due] = []
         for node in specs.keys() & (specs if changed is None else self._differ | {*changed}):
@@ -137,7 +140,7 @@ class PlanWriter:
             differ.add(node)
             if node in self._failed:
                 continue
-            if node in self._outdated and self._outdated[node] is plan:
+            if node in self._outdated:
                 self._differs_since[node] = now
                 continue
             since = before.get(node, now)

@@ -75,9 +75,8 @@ class WriteStage:
         """What was written last; None: the last attempt failed."""
         self._requested: frozenset[OfferKind] = frozenset()
         """The kinds that pending claims asked for then."""
-        self._is_writing_later = False
-        """Whether changes wait because no pending claim asked for them then."""
         self._due_at = -math.inf
+        """When something is due that waits, such as a change that no pending claim asked for; infinite: nothing."""
 
     @property
     def next_s(self) -> float | None:
@@ -89,7 +88,7 @@ class WriteStage:
         monitored = seen.queue.monitored_nodes if seen.queue.monitoring else NO_NODES
         asked = Asked(seen.mode, offers.possible, offers.listed, offers.withdrawn, with_requests_for_all, monitored)
         requested = offers.planned.requested
-        is_urgent = self._is_writing_later and not requested <= self._requested
+        is_urgent = self._due_at < math.inf and not requested <= self._requested
         is_same = seen.is_same_cluster and asked == self._asked and not is_urgent
         if is_same and time.monotonic() < self._due_at:
             return
@@ -112,9 +111,8 @@ class WriteStage:
         if has_failed and self._cache.stale() is None:
             self._failed_starts.update(plans, seen.snapshot.cluster.claims)
         self._asked, self._requested = asked, requested
-        evictors, writer_s = (self._overlaps.next_s, self._failed_starts.next_s), self._writer.next_s
-        self._is_writing_later = writer_s is not None
-        seconds = soonest(self._held_publication.next_s, writer_s, *evictors)
+        evictors = (self._overlaps.next_s, self._failed_starts.next_s)
+        seconds = soonest(self._held_publication.next_s, self._writer.next_s, *evictors)
         self._due_at = math.inf if seconds is None else time.monotonic() + seconds
 
 

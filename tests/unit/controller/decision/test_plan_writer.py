@@ -281,9 +281,8 @@ def test_only_plans_are_looked_at_of_which_something_has_changed_or_that_wait_to
     assert writing.writer.write(lazy, writing.plans, owners, (), {"n1"}) == 0
     writing.now += LAZY_WRITE_DELAY_SECONDS
     assert writing.writer.write(lazy, writing.plans, owners, (), ()) == 1
-    assert (
-        writing.writer.write({"n1": spec(OTHER)}, writing.plans, owners, (), ()) == 1
-    )  # that one was written, not seen
+    # That one was written, not seen.
+    assert writing.writer.write({"n1": spec(OTHER)}, writing.plans, owners, (), ()) == 1
     assert writing.writer.write({"n1": spec(OTHER)}, writing.plans, owners, (), {"n1"}) == 0
     assert writing.writer.write({"n1": spec(SMALL)}, writing.plans, owners, (), ()) == 0
 
