@@ -108,7 +108,7 @@ class PlanWriter:
         failed = {node: error for node, error in errors.items() if error is not None}
         conflicts = [node for node, error in failed.items() if error.status == CONFLICT]
         if conflicts:
-            log.debug("plans changed meanwhile: not written", extra={"nodes": conflicts})
+            log.debug("plans changed meanwhile: not written", extra={"nodes": ",".join(conflicts)})
         self._outdated |= {node: existing.get(node) for node in conflicts}
         self._differs_since |= dict.fromkeys(conflicts, now + CONFLICT_RETRY_SECONDS - LAZY_WRITE_DELAY_SECONDS)
         failures = {node: str(error) for node, error in failed.items() if error.status != CONFLICT}
