@@ -15,7 +15,6 @@ from controller.step_names import Observer, Step
 from driver.errors import CONFLICT, ApiError
 from driver.kube.client import KubeClient, Object
 from driver.kube.types import GpuNodePlan
-from driver.model.offer import Offer, OfferKind
 from driver.model.plan import API_VERSION, KIND, OPERATORS, PATH, PlanSpec
 from driver.step_observer import observed, unobserved
 
@@ -90,14 +89,14 @@ class PlanWriter:
         specs: Mapping[str, PlanSpec],
         existing: Mapping[str, GpuNodePlan],
         owners: Mapping[str, str],
-        requested: Collection[OfferKind],
+        requested: Collection[str] | None,
         changed: Collection[str] | None = None,
     ) -> int:
         """Write those of ``specs`` that differ from ``existing`` plans, and return their number; failures are repeated.
 
-        ``owners`` are the uids of the Nodes: a plan is deleted with its Node. ``requested`` are the kinds of offers
-        that pending claims ask for. ``changed`` are the nodes whose spec or plan changed since the last call; None:
-        any.
+        ``owners`` are the uids of the Nodes: a plan is deleted with its Node. ``requested`` are the offers, as plans
+        have them, that pending claims ask for; None: no claim is pending. ``changed`` are the nodes whose spec or plan
+        changed since the last call; None: any.
         """
         now = self._clock()
         due = self._due(specs, existing, owners, requested, changed, now)
@@ -123,7 +122,7 @@ class PlanWriter:
         specs: Mapping[str, PlanSpec],
         existing: Mapping[str, GpuNodePlan],
         owners: Mapping[str, str],
-        requested: Collection[OfferKind],
+        requested: Collection[str] | None,
         changed: Collection[str] | None,
         now: float,
     ) -> list[Due]:
@@ -189,10 +188,10 @@ def _is_current(current: PlanSpec, spec: PlanSpec) -> bool:
     return msgspec.structs.replace(current.decided, withdrawn=()) == msgspec.structs.replace(spec, withdrawn=())
 
 
-def _priority(current: PlanSpec, spec: PlanSpec, requested: Collection[OfferKind]) -> Priority:
+def _priority(current: PlanSpec, spec: PlanSpec, requested: Collection[str] | None) -> Priority:
     if current.withdrawn and not spec.held_devices.isdisjoint(current.withdrawn):
         return Priority.KEEP
-    new = [Offer.parse(text) for text in {*spec.offers} - {*current.offers}]
-    if new and (not requested or any(offer is not None and offer.spot.kind in requested for offer in new)):
+    new = {*spec.offers} - {*current.offers}
+    if new and (requested is None or not new.isdisjoint(requested)):
         return Priority.OFFER
     return Priority.LAZY if current.epoch == spec.epoch else Priority.EPOCH

@@ -99,7 +99,8 @@ class WriteStage:
             len(seen.fleet.gpus), most_gpus, plans, seen.nodes.names, with_requests_for_all
         )
         specs = self._specs.update(views, changed, seen.fleet, asked, publish_held)
-        written = self._writer.write(specs, plans, self._specs.owners, requested, self._specs.changed | changed.names)
+        for_claims = {str(offer) for offer in offers.possible if offer.spot.kind in requested} if requested else None
+        written = self._writer.write(specs, plans, self._specs.owners, for_claims, self._specs.changed | changed.names)
         self._specs.changed.clear()
         if written:
             elapsed, offered = (time.perf_counter() - seen.began) * 1000, len(offers.planned.offers)

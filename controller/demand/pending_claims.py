@@ -57,7 +57,7 @@ class PendingClaim:
     pods: tuple[Pod, ...]
     not_created: bool = False
 
-    @property
+    @cached_property
     def key(self) -> str:
         """``namespace/name`` of the claim; ``Pod/namespace/name`` of the pod that has none yet."""
         return f"Pod/{self.claim.metadata.key}" if self.not_created else str(self.claim.metadata.key)

@@ -126,7 +126,8 @@ class EventReporter:
         """Report each claim's reason in one Event of the claim and one of each of its first ``MAX_PODS`` pods.
 
         These Events follow the reason. Once a claim is no longer pending, its Event changes to Allocated, NotUsed or
-        Waits (``_end``). A claim that is not created yet has Events of its pod only. The reason of a gang is also an
+        Waits (``_end``). The Events of a claim that is not examined stay as they are. A claim that is not created yet
+        has Events of its pod only. The reason of a gang is also an
         Event of its PodGroup. Waits is reported only of a claim that had another reason before. Returns the reasons by
         key of the claim.
         """
@@ -136,6 +137,10 @@ class EventReporter:
         for reason in reasons:
             pending, group = reason.pending, reason.group
             by_claim[pending.key] = reason
+            if not reason.is_examined and pending.key in self._reported:  # its Event stays as it is
+                current[pending.key] = pending
+            if not reason.is_examined:
+                continue
             if reason.code is ReasonCode.WAITS and pending.key not in self._reported:
                 continue
             if group is not None and group.key not in groups:

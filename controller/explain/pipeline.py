@@ -21,6 +21,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from itertools import product
 
 from controller.demand.device_search import SearchOutcome
 from controller.demand.pending_claims import PendingClaim, Queue
@@ -38,13 +39,15 @@ SHOWN_AGE = timedelta(seconds=5)
 """Age of a kept reason from which on people are told when it was found."""
 
 REST_FACTOR, MAX_REST_SECONDS = 20.0, 2.0
-"""After a search of t seconds claims keep their reasons for ``REST_FACTOR`` * t seconds, at most ``MAX_REST_SECONDS``:
-in a burst of pods, decisions are more urgent than new reasons."""
+"""After a search of t seconds claims keep their reasons, and new ones get none, for ``REST_FACTOR`` * t seconds, at
+most ``MAX_REST_SECONDS``: in a burst of pods, decisions are more urgent than reasons, and most claims need none."""
 
 OVERDUE_SECONDS = 60.0
 """Time that a claim may be pending although a matching device is offered, for ``reasons_in``; the leader has a flag."""
 
 ENOUGH_IS_FREE = "enough is free now; the scheduler has not allocated it yet"
+
+NOT_EXAMINED = "it is new: the controller examines within seconds why it is pending"
 
 
 def reasons_in(situation: Situation, clock: Clock | None = None) -> dict[str, ClaimReason]:
@@ -113,19 +116,25 @@ class ReasonFinder:
         until = -math.inf if is_resting else began + self._limit_seconds
         first = next((place for place, claim in enumerate(queue.pending) if claim.key == self.postponed), 0)
         self.postponed = ""
-        # First those that the last search had no time for.
-        for pending in (*queue.pending[first:], *queue.pending[:first]):
-            key = (pending.key, pending.claim.metadata.uid)
+        in_turn = [(claim, (claim.key, claim.claim.metadata.uid)) for claim in queue.pending]
+        in_turn = [*in_turn[first:], *in_turn[:first]]
+        # First those without a reason, then those that the last search had no time for.
+        for has_reason, (pending, identity) in product((False, True), in_turn):
+            if (identity in last) is not has_reason:
+                continue
             reason = unplaced.get(pending.key)
-            if reason is None and key in last and self._clock.monotonic() > until:
-                reason = last[key]._replace(pending=pending)
+            if reason is None and self._clock.monotonic() > until:
                 self.postponed = self.postponed or pending.key
+                if identity not in last:
+                    yield from _not_examined(pending, queue)
+                    continue
+                reason = last[identity]._replace(pending=pending)
             elif reason is None:
                 reason = sources.reason(pending, now)
             if reason is None:
                 continue
             if reason.code not in OF_THE_POD:
-                self._last[key] = reason
+                self._last[identity] = reason
             is_old = reason.found_at is not None and now - reason.found_at > SHOWN_AGE
             shown = reason if is_old else reason._replace(found_at=None)
             yield with_scheduler(shown, activity)
@@ -152,10 +161,20 @@ class _Sources:
             or self.despite_offers.reason(pending)
             or (None if plan is None else reason_of_disjoint(pending, situation.queue, plan))
         )
-        queue = situation.queue
-        if reason is None and (queue.requirements(pending) != () or pending.key in queue.monitoring):
+        if reason is None and _requests_devices(pending, situation.queue):
             reason = ClaimReason(pending, ReasonCode.WAITS, _without_obstacle(pending, situation))
         return None if reason is None else reason._replace(found_at=now)
+
+
+def _requests_devices(pending: PendingClaim, queue: Queue) -> bool:
+    """Whether the claim requests devices of this driver."""
+    return queue.requirements(pending) != () or pending.key in queue.monitoring
+
+
+def _not_examined(pending: PendingClaim, queue: Queue) -> Iterator[ClaimReason]:
+    """What is said of a claim before there was time for it."""
+    if _requests_devices(pending, queue):
+        yield ClaimReason(pending, ReasonCode.WAITS, NOT_EXAMINED, is_examined=False)
 
 
 def reason_of_disjoint(pending: PendingClaim, queue: Queue, plan: DisjointPlan) -> ClaimReason | None:

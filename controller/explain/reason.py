@@ -69,10 +69,11 @@ class ReasonCode(StrEnum):
 class ClaimReason(NamedTuple):
     """The reason of one pending claim.
 
-    permanent  it does not pass when other claims end, as for ``Reason``
-    group      the PodGroup that the reason is about
-    of_pods    those of several pods that have a reason of their own
-    found_at   when it was found; None: it is current
+    permanent    it does not pass when other claims end, as for ``Reason``
+    group        the PodGroup that the reason is about
+    of_pods      those of several pods that have a reason of their own
+    found_at     when it was found; None: it is current
+    is_examined  False: there was no time yet to find the reason
     """
 
     pending: PendingClaim
@@ -82,6 +83,7 @@ class ClaimReason(NamedTuple):
     group: Metadata | None = None
     of_pods: tuple[tuple[Key, Reason], ...] = ()
     found_at: datetime | None = None
+    is_examined: bool = True
 
     @property
     def text(self) -> str:

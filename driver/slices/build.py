@@ -89,12 +89,15 @@ class PublishedGpu:
 class SliceBuilder:
     """Content of the slices of one pool.
 
-    Remembers what it built last: a change on one GPU costs the building of one slice, not of the node's.
+    Remembers what it built last: a change on one GPU costs the building of one slice, not of the node's, and a device
+    that is published again is not built again.
     """
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._built: dict[str, tuple[Sequence[PublishedGpu], Content]] = {}
+        self._contents: dict[str, tuple[Device, str, Content]] = {}
+        """By name of the device: it, the counter set that it consumes, and its content without taints."""
 
     def build(self, gpus: Iterable[PublishedGpu]) -> dict[str, Content]:
         """Content of every slice by slice name, in the order in which to write them. Treat it as read-only.
@@ -107,10 +110,36 @@ class SliceBuilder:
         counters = _grouped(ordered, lambda entry: pool.counter_slice(entry.number))
         devices = _grouped(ordered, lambda entry: pool.device_slice(entry.number, divided=entry.divided))
         built = {name: self._once(name, group, _counter_sets) for name, group in counters.items()}
-        built |= {name: self._once(name, group, _devices) for name, group in devices.items()}
+        built |= {name: self._once(name, group, self._devices) for name, group in devices.items()}
         self._built = {name: self._built[name] for name in built}
         offering = {name for name, group in devices.items() if any(gpu.is_offering for gpu in group)}
         return {name: built[name] for name in sorted(built, key=lambda name: (name in offering, name))}
+
+    def _devices(self, group: Sequence[PublishedGpu]) -> Content:
+        """Held and closed devices first, which the scheduler skips without evaluating them; then the best offers."""
+        group = [gpu for gpu in group if not gpu.unpublished]
+        occupied = {gpu.gpu.uuid: gpu.occupied for gpu in group}
+        by_uuid = {gpu.gpu.uuid: gpu for gpu in group}
+        closed = frozenset().union(*(gpu.closed for gpu in group))
+        offers = order_offers((device for gpu in group for device in _published_offers(gpu)), occupied)
+        # Held and closed devices have one order, so that a slice need not change when a device is released.
+        going = [device for device in offers if device.name in closed]
+        held = [device for gpu in group if not gpu.constant for device in gpu.held]
+        counted = sorted((*held, *going), key=lambda device: device.name)
+        new = [device for device in offers if device.name not in closed]
+        return {"devices": [self._device(device, by_uuid[device.gpu.uuid]) for device in (*counted, *new)]}
+
+    def _device(self, device: Device, gpu: PublishedGpu) -> Content:
+        counters = counter_set(gpu.number) if gpu.counted else ""
+        last = self._contents.get(device.name)
+        if last is None or last[:2] != (device, counters):
+            last = self._contents[device.name] = (device, counters, _without_taints(device, counters))
+        content = dict(last[2])
+        if device.name in gpu.mig_uuids and not gpu.constant:
+            content["attributes"] = {**content["attributes"], "uuid": {"string": gpu.mig_uuids[device.name]}}
+        if gpu.keeps_taints and (taints := taints_of(device, gpu)):
+            content["taints"] = taints
+        return content
 
     def monitors(self, monitors: Iterable[Monitor]) -> dict[str, Content]:
         """Content of the slice of the monitor devices by its name: of one object, so that no claim gets a part of them.
@@ -143,31 +172,6 @@ def _counter_sets(group: Sequence[PublishedGpu]) -> Content:
     return {"sharedCounters": sets} if sets else {"devices": []}
 
 
-def _devices(group: Sequence[PublishedGpu]) -> Content:
-    """Held and closed devices first, which the scheduler skips without evaluating them; then the best offers."""
-    group = [gpu for gpu in group if not gpu.unpublished]
-    occupied = {gpu.gpu.uuid: gpu.occupied for gpu in group}
-    by_uuid = {gpu.gpu.uuid: gpu for gpu in group}
-    closed = frozenset().union(*(gpu.closed for gpu in group))
-    offers = order_offers((device for gpu in group for device in _published_offers(gpu)), occupied)
-    # Held and closed devices have one order, so that a slice need not change when a device is released.
-    going = [device for device in offers if device.name in closed]
-    held = [device for gpu in group if not gpu.constant for device in gpu.held]
-    counted = sorted((*held, *going), key=lambda device: device.name)
-    new = [device for device in offers if device.name not in closed]
-    limits = {gpu.gpu.uuid: limits_of(gpu.gpu.profiles) for gpu in group}
-
-    def content(device: Device) -> Content:
-        gpu = by_uuid[device.gpu.uuid]
-        counters = consumption(device, counter_set(gpu.number), limits[gpu.gpu.uuid]) if gpu.counted else []
-        published = _device(device, counters, taints_of(device, gpu) if gpu.keeps_taints else [])
-        if device.name in gpu.mig_uuids and not gpu.constant:
-            published["attributes"]["uuid"] = {"string": gpu.mig_uuids[device.name]}
-        return published
-
-    return {"devices": [content(device) for device in (*counted, *new)]}
-
-
 def _published_offers(entry: PublishedGpu) -> Iterable[Device]:
     if entry.constant:
         return map(_as_idle, (*entry.held, *entry.offers))
@@ -198,13 +202,14 @@ def taints_of(device: Device, entry: PublishedGpu) -> list[Content]:
     return [*taints, CLOSED] if device.name in entry.closed else taints
 
 
-def _device(device: Device, counters: list[Content], taints: list[Content]) -> Content:
+def _without_taints(device: Device, counters: str) -> Content:
+    """The content of ``device``; ``counters``: the counter set that it consumes, "" if none."""
     content: Content = {"name": device.name, "attributes": attributes(device)}
     if counters:
-        content["consumesCounters"] = counters
+        content["consumesCounters"] = consumption(device, counters, limits_of(device.gpu.profiles))
     if amounts := capacity(device):
         content["capacity"] = amounts
-    return {**content, "taints": taints} if taints else content
+    return content
 
 
 def slice_spec(content: Content, pool: Pool, generation: int, count: int) -> Content:

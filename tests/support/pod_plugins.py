@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,11 +47,14 @@ class PodPlugin(PluginProcess):
 
 
 class SliceWatch:
-    """What happens to the slices of a node: ``flicker`` has a sentence for each that went, or lost its devices."""
+    """What happens to the slices of a node: ``flicker`` has a sentence for each that went, or lost its devices.
+
+    ``generations`` are those of each pool: earlier tests may have raised that of one pool.
+    """
 
     def __init__(self, cluster: Cluster, node: str) -> None:
         self.flicker: list[str] = []
-        self.generations: set[int] = set()
+        self.generations = defaultdict[str, set[int]](set)
         selector = {"fieldSelector": f"spec.nodeName={node},spec.driver={DRIVER}"}
         client = KubeClient(load_configuration(cluster.kubeconfig), "slice-watch")
         self._cache = WatchCache(client, SLICES, Slice, lambda item: item, self._changed, selector)
@@ -64,7 +68,8 @@ class SliceWatch:
             if change.new is None:
                 self.flicker.append(f"{change.key.name} was deleted")
                 continue
-            self.generations.add(change.new.spec["pool"]["generation"])
+            pool = change.new.spec["pool"]
+            self.generations[pool["name"]].add(pool["generation"])
             if change.old and change.old.spec.get("devices") and not change.new.spec.get("devices"):
                 self.flicker.append(f"{change.key.name} lost its devices")
 

@@ -25,7 +25,7 @@ from controller.decision.plan_writer import (
 from controller.decision.write_and_evict import Asked, PlanSpecs
 from driver.kube.client import Object
 from driver.kube.types import PAUSED, GpuNodePlan, PlanMetadata
-from driver.model.offer import FULL, Offer, OfferKind
+from driver.model.offer import Offer
 from driver.model.plan import OfferMode, PlanMode, PlanSpec, PlanStatus, PublishHeld
 from tests.support.api_server import Exchange, HttpServer
 from tests.support.node_views import changes, fleet_of
@@ -118,7 +118,7 @@ class Writing:
     server: Server
     plans: dict[str, GpuNodePlan] = field(default_factory=dict)
     now: float = 100.0
-    requested: frozenset[OfferKind] = frozenset()
+    requested: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         self.writer = PlanWriter(self.server.client(), self.stored, lambda: self.now)
@@ -196,11 +196,10 @@ def test_an_offer_is_written_at_once_and_the_rest_with_it_or_a_moment_later(writ
 
 
 def test_while_claims_are_pending_offers_that_they_do_not_ask_for_wait_a_moment(writing: Writing) -> None:
-    small = offer(SMALL).spot.kind
     writing.has(spec(SMALL))
-    writing.requested = frozenset({FULL})
+    writing.requested = frozenset({"GPU-1/full"})
     assert writing.write(spec(OTHER)) == 0
-    writing.requested = frozenset({FULL, small})
+    writing.requested = frozenset({"GPU-1/full", str(offer(OTHER))})
     assert writing.write(spec(OTHER)) == 1
 
 
@@ -264,27 +263,27 @@ def test_a_plan_that_can_not_be_written_keeps_nobody_and_is_tried_again(caplog: 
     both, owners = {"n1": spec(SMALL), "n2": spec(SMALL)}, {"n1": "a", "n2": "b"}
     with Server("n1") as server:
         writer = PlanWriter(server.client(), ignored, lambda: now)
-        assert writer.write(both, {}, owners, ()) == 1
+        assert writer.write(both, {}, owners, None) == 1
         assert [body["metadata"]["name"] for body in server.bodies] == ["n2"]
         assert "not today" in str(caplog.records[-1].__dict__)
         server.refused = ()
-        assert writer.write({"n1": both["n1"]}, {}, owners, ()) == 0
+        assert writer.write({"n1": both["n1"]}, {}, owners, None) == 0
         assert writer.next_s == RETRY_INTERVAL_SECONDS
         now += RETRY_INTERVAL_SECONDS
-        assert writer.write({"n1": both["n1"]}, {}, owners, ()) == 1
+        assert writer.write({"n1": both["n1"]}, {}, owners, None) == 1
         assert writer.next_s is None
 
 
 def test_only_plans_are_looked_at_of_which_something_has_changed_or_that_wait_to_be_written(writing: Writing) -> None:
     writing.has(spec(SMALL))
     lazy, owners = {"n1": spec()}, {"n1": "node-uid"}
-    assert writing.writer.write(lazy, writing.plans, owners, (), {"n1"}) == 0
+    assert writing.writer.write(lazy, writing.plans, owners, None, {"n1"}) == 0
     writing.now += LAZY_WRITE_DELAY_SECONDS
-    assert writing.writer.write(lazy, writing.plans, owners, (), ()) == 1
+    assert writing.writer.write(lazy, writing.plans, owners, None, ()) == 1
     # That one was written, not seen.
-    assert writing.writer.write({"n1": spec(OTHER)}, writing.plans, owners, (), ()) == 1
-    assert writing.writer.write({"n1": spec(OTHER)}, writing.plans, owners, (), {"n1"}) == 0
-    assert writing.writer.write({"n1": spec(SMALL)}, writing.plans, owners, (), ()) == 0
+    assert writing.writer.write({"n1": spec(OTHER)}, writing.plans, owners, None, ()) == 1
+    assert writing.writer.write({"n1": spec(OTHER)}, writing.plans, owners, None, {"n1"}) == 0
+    assert writing.writer.write({"n1": spec(SMALL)}, writing.plans, owners, None, ()) == 0
 
 
 def test_only_nodes_that_changed_get_another_spec() -> None:
@@ -332,10 +331,10 @@ def test_of_many_plans_those_that_offer_something_are_written_first_and_the_rest
     names = [f"n{number:03}" for number in range(2 * MAX_WRITES)]
     wanted = {name: PlanSpec(epoch="one") for name in names} | {names[-1]: spec(SMALL)}
     uids = dict.fromkeys(names, "uid")
-    assert writing.writer.write(wanted, {}, uids, ()) == MAX_WRITES
+    assert writing.writer.write(wanted, {}, uids, None) == MAX_WRITES
     written = {body["metadata"]["name"] for body in writing.server.bodies}
     assert names[-1] in written
     assert writing.writer.next_s == 0.0
     there = {name: GpuNodePlan(PlanMetadata(name, "1"), wanted[name]) for name in written}
-    assert writing.writer.write(wanted, there, uids, ()) == MAX_WRITES
+    assert writing.writer.write(wanted, there, uids, None) == MAX_WRITES
     assert writing.writer.next_s is None

@@ -10,7 +10,8 @@ import pytest
 from controller.cluster.fleet import Fleet
 from controller.cluster.node_use_labels import DEDICATED_TO
 from controller.explain.events import EventReporter, written_events
-from controller.explain.reason import ClaimReason
+from controller.explain.pipeline import NOT_EXAMINED
+from controller.explain.reason import ClaimReason, ReasonCode
 from driver.clock import seconds_time
 from driver.kube.events import REPEAT_INTERVAL_SECONDS, Recorder
 from tests.support.api_server import Object, ObjectApi
@@ -157,6 +158,20 @@ def test_what_an_earlier_controller_reported_ends_when_it_no_longer_holds(told: 
     reasons = {name: told.one(name, 1) for name in ("claim", "pod-of-claim", "lacking")}
     assert reasons == {"claim": "Allocated", "pod-of-claim": "Allocated", "lacking": "Waits"}
     assert told.one("later", 0) == "AllHeld"
+
+
+def test_events_of_a_claim_that_is_not_examined_yet_stay_and_a_new_one_has_none(told: Told) -> None:
+    there = Situation(node_of("a", "full")).wants(request(selector=FULL))
+    told.reporter.report_claims(reasons_of(there.queue), there.queue)
+    assert told.one("claim", 0) == "AllHeld"
+    there.wants(request(selector=FULL), name="new")
+    not_examined = [
+        ClaimReason(pending, ReasonCode.WAITS, NOT_EXAMINED, is_examined=False) for pending in there.queue.pending
+    ]
+    told.clock.advance(2 * REPEAT_INTERVAL_SECONDS)
+    told.reporter.report_claims(not_examined, there.queue)
+    told.reporter.report_claims(reasons_of(there.queue), there.queue)
+    assert (told.one("claim", 0), told.one("new", 0)) == ("AllHeld", "AllHeld")
 
 
 def test_a_claim_that_no_pod_uses_any_more_and_a_pod_that_is_placed_lose_their_reasons(told: Told) -> None:

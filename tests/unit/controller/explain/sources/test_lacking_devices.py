@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from controller.explain.pipeline import ReasonFinder
+from controller.explain.pipeline import NOT_EXAMINED, ReasonFinder
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.situation import Situation as Now
 from driver.kube.events import shortened
@@ -612,13 +612,17 @@ class Ticking(FakeClock):
 
 
 def counted(finder: ReasonFinder, gpus: int, claims: int, each: Callable[[], None] = lambda: None) -> dict[str, str]:
-    """Of how many GPUs each claim is told, while that many are full; ``each`` is called after each claim."""
+    """Of how many GPUs each claim is told, while that many are full; ``each`` is called after each claim.
+
+    "-": it is told that it is new.
+    """
     there = Situation(node_of("a", *["full"] * gpus, gpus=gpus))
     for number in range(claims):
         there.wants(request(selector=FULL), name=str(number))
     found: dict[str, str] = {}
     for reason in finder.find(Now(there.queue)):
-        found[reason.pending.claim.metadata.name] = reason.sentence.split(" of ")[-1][0]
+        is_new = reason.sentence == NOT_EXAMINED and not reason.is_examined
+        found[reason.pending.claim.metadata.name] = "-" if is_new else reason.sentence.split(" of ")[-1][0]
         each()
     return found
 
@@ -631,18 +635,20 @@ def test_where_time_is_short_claims_keep_their_last_reason_until_they_have_their
         clock.advance(100)
         return counted(finder, gpus, claims)
 
-    assert counted_later(2, 3) == {"0": "2", "1": "2", "2": "2"}
-    assert counted_later(3, 3) == {"0": "3", "1": "2", "2": "2"}
-    assert counted_later(4, 4) == {"0": "3", "1": "4", "2": "2", "3": "4"}
-    assert counted_later(5, 4) == {"0": "3", "1": "4", "2": "5", "3": "4"}
-    assert finder.postponed == "default/3"
+    assert counted_later(2, 2) == {"0": "2", "1": "-"}
+    assert counted_later(2, 2) == {"0": "2", "1": "2"}
+    assert counted_later(3, 2) == {"0": "3", "1": "2"}
+    assert counted_later(4, 4) == {"0": "3", "1": "2", "2": "4", "3": "-"}
+    assert counted_later(5, 4) == {"0": "3", "1": "2", "2": "4", "3": "5"}
+    assert counted_later(6, 4) == {"0": "6", "1": "2", "2": "4", "3": "5"}
+    assert finder.postponed == "default/1"
 
 
-def test_after_a_long_search_claims_keep_their_reasons_for_a_while_and_new_ones_get_theirs() -> None:
+def test_after_a_long_search_claims_keep_their_reasons_for_a_while_and_new_ones_are_examined_later() -> None:
     clock = FakeClock()
     finder = ReasonFinder(60, clock)
     assert counted(finder, 2, 2, lambda: clock.advance(0.01)) == {"0": "2", "1": "2"}
-    assert counted(finder, 3, 3) == {"0": "2", "1": "2", "2": "3"}
+    assert counted(finder, 3, 3) == {"0": "2", "1": "2", "2": "-"}
     assert finder.next_s == pytest.approx(0.4)
     clock.advance(0.5)
     assert counted(finder, 3, 3) == {"0": "3", "1": "3", "2": "3"}
