@@ -19,6 +19,7 @@ from controller.demand.device_search import SearchOutcome
 from controller.demand.feasibility import Feasibility, Matching, Nodes, NodeSearch
 from controller.demand.gangs import Gang, GangRoom, Room, Wanted, gangs_of
 from controller.demand.node_eligibility import Eligibility, Excluded, condition_of, exclusion
+from controller.demand.pod_requests import requested, total
 from controller.demand.requirements import (
     MAX_COMBINATIONS,
     ClaimRequirements,
@@ -27,12 +28,9 @@ from controller.demand.requirements import (
     RequirementsReader,
     joined,
 )
-from deviceclasses.cel.library.quantity import parse_quantity
-from deviceclasses.cel.values import EvaluationError
 from driver.kube.types import (
     Claim,
     ClaimSpec,
-    Container,
     DeviceClaim,
     DeviceClass,
     ExactDeviceRequest,
@@ -299,9 +297,6 @@ def pending_claims(claims: Iterable[Claim], classes: Iterable[DeviceClass], pods
 IMPLICIT = "deviceclass.resource.kubernetes.io/"
 """The prefix of the extended resource that every class has, before its name."""
 
-ALWAYS = "Always"
-"""The restart policy of an init container that keeps running together with the containers (a sidecar)."""
-
 
 def classes_by_resource(classes: Iterable[DeviceClass]) -> dict[str, str]:
     """Class names by extended resource. Of several classes the newest counts, then the first by name."""
@@ -317,7 +312,7 @@ def claim_for(pod: Pod, by_resource: Mapping[str, str]) -> Claim | None:
     if pod.status.extended_resource_claim_status is not None or pod.spec.node_name:
         return None
     names = {name for name in pod.spec.resource_names if name in by_resource or name.startswith(IMPLICIT)}
-    counts = {name: _amount(pod, name) for name in sorted(names)}
+    counts = {name: int(total(requested(pod.spec, name))) for name in sorted(names)}
     requests = tuple(
         Request(name, ExactDeviceRequest(by_resource.get(name, name.removeprefix(IMPLICIT)), count=count))
         for name, count in counts.items()
@@ -326,28 +321,3 @@ def claim_for(pod: Pod, by_resource: Mapping[str, str]) -> Claim | None:
     if not requests:
         return None
     return Claim(Metadata(name=pod.metadata.name, namespace=pod.metadata.namespace), ClaimSpec(DeviceClaim(requests)))
-
-
-def _requests(container: Container) -> Mapping[str, str | int]:
-    """Requests by resource. The API server sets them from limits; objects from other sources may lack them."""
-    return {**container.resources.limits, **container.resources.requests}
-
-
-def _amount(pod: Pod, resource: str) -> int:
-    """The most devices used at once: by all containers, or by one init container and the sidecars before it."""
-    running = most = 0
-    for container in pod.spec.init_containers:
-        amount = _whole(_requests(container).get(resource, 0))
-        if container.restart_policy == ALWAYS:
-            running += amount
-            amount = 0
-        most = max(most, running + amount)
-    return max(most, running + sum(_whole(_requests(container).get(resource, 0)) for container in pod.spec.containers))
-
-
-def _whole(quantity: str | int) -> int:
-    """A number of devices; 0 for invalid quantities, which the API server never stores."""
-    try:
-        return max(0, int(parse_quantity(str(quantity)).value))
-    except EvaluationError:
-        return 0

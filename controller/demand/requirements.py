@@ -18,6 +18,7 @@ from driver.kube.types import (
     DeviceConstraint,
     DeviceSelector,
     ExactDeviceRequest,
+    Quantity,
     Request,
     Toleration,
 )
@@ -205,7 +206,7 @@ def _texts(selectors: Iterable[DeviceSelector]) -> Iterator[str]:
     return (selector.cel.expression for selector in selectors if selector.cel is not None)
 
 
-def _capacity_conditions(driver: str, amounts: Mapping[str, str | int]) -> Iterator[str]:
+def _capacity_conditions(driver: str, amounts: Mapping[str, Quantity]) -> Iterator[str]:
     """Requested capacities as CEL conditions.
 
     The scheduler compares a requested name with that in the slice as written (1.37.1). This driver's capacities have no

@@ -174,10 +174,14 @@ class Toleration(Struct, frozen=True):
         return self.operator == "Exists" or (self.operator in ("", "Equal") and self.value == taint.value)
 
 
+Quantity = str | int | float
+"""A quantity in a manifest; the API server returns it as text."""
+
+
 class CapacityRequirements(Struct, frozen=True):
     """Quantities as written, by the name of the capacity."""
 
-    requests: dict[str, str | int] = {}
+    requests: dict[str, Quantity] = {}
 
 
 MAX_DEVICES = 32
@@ -385,11 +389,12 @@ class PodResourceClaim(Struct, frozen=True):
 class Resources(Struct, frozen=True):
     """Quantities by resource name, as written."""
 
-    requests: dict[str, str | int] = {}
-    limits: dict[str, str | int] = {}
+    requests: dict[str, Quantity] = {}
+    limits: dict[str, Quantity] = {}
 
 
 class Container(Struct, frozen=True):
+    name: str = ""
     resources: Resources = Resources()
     restart_policy: str | None = None
 
@@ -412,6 +417,10 @@ class PodSpec(Struct, frozen=True):
     scheduler_name: str = ""
     scheduling_group: SchedulingGroup | None = None
     priority: int = 0
+    resources: Resources | None = None
+    """Of the whole pod, in place of its containers' (KEP-2837)."""
+    overhead: dict[str, Quantity] = {}
+    """What its RuntimeClass adds (KEP-688)."""
 
     @property
     def resource_names(self) -> frozenset[str]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 
 from controller.demand.pending_claims import Queue
+from controller.demand.pod_requests import requested
 from controller.explain.reason import OF_THE_POD, ClaimReason, ReasonCode
 from driver.clock import Clock
 from driver.kube.types import Condition, Pod
@@ -55,7 +56,7 @@ def _parts(report: Condition) -> list[str]:
 def reported(pod: Pod, report: Condition) -> str:
     """The report, and how much the pod requests of each resource that it says is insufficient."""
     lacking = dict.fromkeys(INSUFFICIENT.findall(report.message))
-    amounts = [f"{name} {amounts}" for name in lacking if (amounts := _requested(pod, name))]
+    amounts = [f"{name} {' + '.join(map(str, parts))}" for name in lacking if (parts := requested(pod.spec, name))]
     requests = f" (the pod requests {', '.join(amounts)})" if amounts else ""
     return f"{REPORTS} on pod {pod.metadata.name}: {refusal(report.message)}{requests}"
 
@@ -63,11 +64,6 @@ def reported(pod: Pod, report: Condition) -> str:
 def refusal(message: str) -> str:
     """Why a claim could not be created, the same for each try."""
     return GENERATED.sub("", message)
-
-
-def _requested(pod: Pod, resource: str) -> str:
-    amounts = (container.resources.requests.get(resource) for container in pod.spec.containers)
-    return " + ".join(str(amount) for amount in amounts if amount is not None)
 
 
 COMPLETE = {*OF_THE_POD, ReasonCode.NO_SUCH_CLASS, ReasonCode.WAITS}

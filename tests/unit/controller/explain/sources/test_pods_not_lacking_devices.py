@@ -37,6 +37,11 @@ def pending(message: str) -> dict[str, Any]:
     return {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}]}
 
 
+def cpu(name: str, amount: object, **settings: Any) -> dict[str, Any]:
+    """A container that requests CPU."""
+    return {"name": name, "resources": {"requests": {"cpu": amount}}, **settings}
+
+
 def allocated(there: Situation, name: str, node: str) -> None:
     """A claim that has a device of ``node``."""
     results = [{"request": "gpu", "driver": DRIVER, "pool": f"{node}-{DRIVER}", "device": "gpu-0"}]
@@ -250,6 +255,43 @@ def test_claims_for_other_drivers_and_the_many_pods_of_a_queue_are_left_out() ->
             ReasonCode.NOT_PLACED,
             f"the scheduler reports on pod second: {NO_CPU} (the pod requests cpu 64)",
             id="no CPU",
+        ),
+        pytest.param(
+            ["a"],
+            {},
+            {
+                "status": pending(NO_CPU),
+                "containers": [cpu("main", 3), cpu("log", "500m")],
+                "initContainers": [cpu("proxy", 1, restartPolicy="Always"), cpu("setup", 2)],
+                "overhead": {"cpu": "250m"},
+            },
+            ReasonCode.NOT_PLACED,
+            "(the pod requests cpu 3 + 500m + 1 of sidecar proxy + 250m of the overhead of its RuntimeClass)",
+            id="no CPU for sidecar and overhead",
+        ),
+        pytest.param(
+            ["a"],
+            {},
+            {
+                "status": pending(NO_CPU),
+                "containers": [cpu("main", 1)],
+                "initContainers": [cpu("proxy", 1, restartPolicy="Always"), cpu("setup", 64), cpu("last", 2)],
+            },
+            ReasonCode.NOT_PLACED,
+            "(the pod requests cpu 64 of init container setup + 1 of sidecar proxy)",
+            id="no CPU for an init container",
+        ),
+        pytest.param(
+            ["a"],
+            {},
+            {
+                "status": pending(NO_CPU),
+                "containers": [cpu("main", 1)],
+                "resources": {"requests": {"cpu": "64"}},
+            },
+            ReasonCode.NOT_PLACED,
+            "(the pod requests cpu 64 of spec.resources)",
+            id="no CPU for the pod as a whole",
         ),
         pytest.param(
             ["a"],
