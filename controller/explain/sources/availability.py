@@ -69,9 +69,15 @@ class SelectedGpu:
 
     @property
     def room(self) -> float:
-        """The number of devices for which its free memory would be enough."""
-        state = self.entry.state
-        return state.free / min(slices_of(state, key) for key in self.matches.starts_by_kind)
+        """The number of devices for which its free memory and compute slices would be enough."""
+        state, kinds = self.entry.state, self.matches.starts_by_kind
+        in_memory = state.free / min(slices_of(state, kind) for kind in kinds)
+        computes = {profile.name: profile.compute_slices for profile in self.entry.gpu.profiles}
+        least = min((computes.get(kind.profile or "", 0) for kind in kinds), default=0)
+        if not least:  # full GPUs and shares take compute slices with their memory
+            return in_memory
+        held = sum(device.profile.compute_slices for device in self.entry.held if device.profile is not None)
+        return min(in_memory, (max(computes.values()) - held) / least)
 
     @property
     def is_at_its_limit(self) -> bool:

@@ -603,6 +603,17 @@ def test_where_no_class_has_a_similar_name_some_are_listed() -> None:
     told(there.wants(request("nvidia")), ReasonCode.NO_SUCH_CLASS, "there are any, gpu-training")
 
 
+def test_where_compute_slices_limit_what_is_free_nothing_is_called_fragmented() -> None:
+    there = Situation([fleet_gpu("a", 0, H100, "full"), *(fleet_gpu("a", number, H100) for number in (1, 2, 3))])
+    told(
+        there.wants(request(selector=profile("1g.10gb"), count=24)),
+        ReasonCode.HELD,
+        "at most 21 are free on one node (a)",
+    )
+    there = Situation([fleet_gpu("a", 0, H100, "mig-4g40gb-0", "mig-2g20gb-4")])
+    told(there.wants(request(selector=profile("2g.20gb"))), ReasonCode.HELD, "none is free")
+
+
 class Ticking(FakeClock):
     """A second passes whenever somebody looks at it."""
 
