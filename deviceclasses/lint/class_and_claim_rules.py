@@ -33,6 +33,13 @@ from deviceclasses.lint.claim_fields import (
 )
 from deviceclasses.lint.documents import DRA_GROUP, DRA_VERSION, SPEC, Document, kind_of, text
 from deviceclasses.lint.findings import Finding, Issue, Severity, almost, misspelt
+from deviceclasses.lint.nvidia_driver import (
+    NVIDIA_DRIVER,
+    nvidia_parameters,
+    nvidia_selectors,
+    of_nvidia_class,
+    of_nvidia_domain,
+)
 from deviceclasses.lint.satisfiability import (
     parameter_mismatches,
     share_issues,
@@ -110,10 +117,12 @@ def _claim(devices: Mapping[str, Any], path: str, context: LintContext) -> Itera
     constraints = list(constraints_of(devices, path))
     for request in requests:
         if request.class_name and request.class_name not in context.classes:
-            message = f"no such class in these files or among Tessera's{meant(request.class_name, context.classes)}"
+            hint = of_nvidia_class(request.class_name) or meant(request.class_name, context.classes)
+            message = f"no such class in these files or among Tessera's{hint}"
             yield Issue(f"{request.path}.deviceClassName", shown(request.class_name), message, Severity.WARNING)
         wrong = list(selector_issues(request.raw, request.path, context.driver, context.facts(request).selectors))
         yield from wrong or unsatisfiable_selectors(request, context)
+        yield from nvidia_selectors(request.raw, request.path, context.driver)
         yield from _all_devices(request, context)
     yield from _repeated(devices, f"{path}.requests", "request")
     for index, with_alternatives in entries(devices, "requests"):
@@ -132,7 +141,9 @@ def _parameter_issues(owner: Mapping[str, Any], path: str, context: LintContext)
     for index, entry in entries(owner, "config"):
         opaque = entry.get("opaque")
         other = text(opaque, "driver") if isinstance(opaque, Mapping) else ""
-        yield from almost(f"{path}.config[{index}].opaque.driver", other, [context.driver], "the driver's name")
+        place = f"{path}.config[{index}].opaque.driver"
+        yield from almost(place, other, [context.driver], "the driver's name")
+        yield from nvidia_parameters(other, place, context.driver)
     for index, _, opaque in parameters_of(owner, context.driver):
         try:
             parse_parameters(opaque.get("parameters"), path)
@@ -186,6 +197,8 @@ def _constraint_attribute(constraint: ConstraintFields, context: LintContext) ->
     elif misspelt(domain, domains):
         message = f"is almost a domain of Tessera's devices{meant(domain, domains)}"
         yield Issue(constraint.path, shown(constraint.attribute), message, Severity.WARNING)
+    elif domain == NVIDIA_DRIVER and domain != context.driver:
+        yield Issue(constraint.path, shown(constraint.attribute), of_nvidia_domain(context.driver), Severity.WARNING)
     elif domain == context.driver and name not in ATTRIBUTES:
         yield Issue(constraint.path, shown(constraint.attribute), no_attribute(name, domain))
 

@@ -35,7 +35,7 @@ class Document:
 def read_documents(path: str) -> Iterator[Document | Finding]:
     """The documents of a file, a folder or standard input. Raises UsageError if there is nothing to read."""
     if path == STDIN:
-        yield from _documents(path, sys.stdin.buffer.read())
+        yield from parse_documents(path, sys.stdin.buffer.read())
         return
     place = Path(path)
     if not place.exists():
@@ -50,10 +50,10 @@ def read_documents(path: str) -> Iterator[Document | Finding]:
             text = file.read_bytes()
         except OSError as error:
             raise UsageError(f"{file}: can't be read: {error.strerror}") from error
-        yield from _documents(str(file), text)
+        yield from parse_documents(str(file), text)
 
 
-def _documents(file: str, text: bytes) -> Iterator[Document | Finding]:
+def parse_documents(file: str, text: bytes) -> Iterator[Document | Finding]:
     """Each document, or each item of a list. A document that can't be parsed is a finding and ends the file."""
     number = 0
     try:
@@ -128,15 +128,20 @@ def nothing_to_check(paths: Sequence[str], documents: Sequence[Document]) -> Fin
     """The finding about files without any object that lint checks."""
     there = dict.fromkeys(_described(document.content) for document in documents if document.content is not None)
     contents = f"there is {', '.join(there)}" if there else "it is empty"
-    message = f"nothing here is a DeviceClass, ResourceClaim or ResourceClaimTemplate: {contents}"
+    message = f"nothing here is a DeviceClass, ResourceClaim or ResourceClaimTemplate, or makes pods: {contents}"
     return Finding(", ".join(paths), 1, "-", "", "", message, Severity.ERROR)
 
 
 def _described(content: object) -> str:
-    if isinstance(content, Mapping):
-        kind = text(content, "kind")
-        if kind.endswith("List") and not content.get("items"):
-            return f"an empty {kind}"
-        close = misspelt(kind, list(SPEC))
-        return f"{kind} (did you mean {close}?)" if close else kind or "an object without kind"
-    return "a list" if isinstance(content, list) else "text"
+    kind = kind_or_type(content)
+    close = misspelt(kind, list(SPEC))
+    return f"{kind} (did you mean {close}?)" if close else kind
+
+
+def kind_or_type(content: object) -> str:
+    """The kind of an object, in words what else it is."""
+    if not isinstance(content, Mapping):
+        return "a list" if isinstance(content, list) else "text"
+    kind = text(content, "kind")
+    is_empty_list = kind.endswith("List") and not content.get("items")
+    return f"an empty {kind}" if is_empty_list else kind or "an object without kind"

@@ -23,9 +23,10 @@ from deviceclasses.lint.claim_fields import (
     selectors_of,
     settings_of,
 )
-from deviceclasses.lint.documents import Document, text
+from deviceclasses.lint.documents import Document, parse_documents, text
 from deviceclasses.lint.findings import Finding, Issue, Severity, almost
 from deviceclasses.lint.partial_evaluation import may_select
+from deviceclasses.lint.pod_templates import pod_templates
 from deviceclasses.lint.satisfiability import DEVICE_NAMES
 from deviceclasses.lint.selector_rules import selector_issues
 from driver.config.shared_flags import SUBDOMAIN
@@ -101,8 +102,8 @@ class KueueContext:
         """Namespace and name of the templates that only pods outside of Kueue use."""
         users: dict[tuple[str, str], set[bool]] = {}
         for item in self.objects:
-            for _, pod in pod_specs(item):
-                for _, claim in entries(pod, "resourceClaims"):
+            for pod in pod_templates(item):
+                for _, claim in entries(pod.spec, "resourceClaims"):
                     template = (_metadata(item, "namespace"), text(claim, "resourceClaimTemplateName"))
                     users.setdefault(template, set()).add(bool(queue_of(item)))
         return {template for template, queued in users.items() if queued == {False}}
@@ -114,14 +115,35 @@ class KueueContext:
 
 def lint_kueue(documents: Sequence[Document], installed: Iterable[Object], driver: str) -> Iterator[Finding]:
     """The findings that only Kueue gives a reason for, in the order of ``documents``."""
+    given = [part for document in documents for part in (document, *_configurations_in(document))]
+    yield from (part for part in given if isinstance(part, Finding))
+    documents = [part for part in given if isinstance(part, Document)]
     objects = [document.content for document in documents if isinstance(document.content, Mapping)]
     classes = [item for item in objects if text(item, "kind") == "DeviceClass"]
     context = KueueContext(objects, lint_context([*installed, *classes], driver))
-    return findings_in(documents, lambda content: _issues(content, context))
+    yield from findings_in(documents, lambda content: _issues(content, context))
 
 
 def is_checked(content: object) -> bool:
-    return isinstance(content, Mapping) and (_is_kueue(content) or bool(queue_of(content)))
+    if not isinstance(content, Mapping):
+        return False
+    return _is_kueue(content) or bool(queue_of(content)) or any(_configurations_in(Document("", 1, content)))
+
+
+def _configurations_in(document: Document) -> Iterator[Document | Finding]:
+    """The Configurations in a ConfigMap, as Kueue's manifests have it; a finding for a value that can't be read."""
+    content = document.content
+    if not isinstance(content, Mapping) or text(content, "kind") != "ConfigMap":
+        return
+    metadata = settings_of(content, "metadata")
+    for name, value in settings_of(content, "data").items():
+        for part in parse_documents(document.file, str(value).encode()) if CONFIGURATION in str(value) else ():
+            if isinstance(part, Finding):
+                about = f"ConfigMap {text(metadata, 'name')}"
+                yield replace(part, document=document.number, object=about, path=f"data[{name}]: {part.path}")
+            elif isinstance(part.content, Mapping) and _is_kueue(part.content):
+                named = {**part.content, "metadata": {**metadata, **settings_of(part.content, "metadata")}}
+                yield Document(document.file, document.number, named)
 
 
 def _issues(content: Object, context: KueueContext) -> Iterator[Issue]:
@@ -149,23 +171,6 @@ def mappings_of(configuration: Object) -> list[ClassMapping]:
 def queue_of(content: Object) -> str:
     """The LocalQueue that an object names; empty if Kueue does not queue it."""
     return text(settings_of(content, "metadata.labels"), QUEUE_NAME)
-
-
-def pod_specs(content: Object) -> Iterator[tuple[str, Object]]:
-    """The path and content of every pod spec in an object of any kind. An object that YAML repeats is read once."""
-    seen: set[int] = set()
-    pending: list[tuple[str, object]] = [("", content)]
-    while pending:
-        path, value = pending.pop()
-        if not isinstance(value, Mapping | list) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, list):
-            pending += [(f"{path}[{index}]", item) for index, item in enumerate(value)]
-        elif isinstance(value.get("containers"), list):
-            yield path, value
-        else:
-            pending += [(f"{path}.{name}" if path else str(name), item) for name, item in value.items()]
 
 
 def _is_kueue(content: Object) -> bool:
@@ -350,7 +355,8 @@ def _job(content: Object, context: KueueContext) -> Iterator[Issue]:
         for item in context.objects
         if text(item, "kind") == "DeviceClass" and _metadata(item, "name") in sourced
     }
-    for path, pod in pod_specs(content):
+    for template in pod_templates(content):
+        path, pod = template.path, template.spec
         for index, claim in entries(pod, "resourceClaims"):
             if name := text(claim, "resourceClaimName"):
                 message = "Kueue refuses pods with claims that exist already: take resourceClaimTemplateName"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deviceclasses.lint.kueue_rules import pod_specs
+from deviceclasses.lint.pod_templates import pod_templates
 from driver.kube.client import KubeClient, load_configuration
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
@@ -54,10 +54,9 @@ def test_the_api_server_accepts_each_object_and_each_pod_of_an_example(client: K
     for content in example(name):
         if content["apiVersion"].startswith(KUBERNETES_GROUPS):
             client.create(collection(content, TRIED_IN), content, trial)
-        for _, spec in pod_specs(content):
-            client.create(
-                f"/api/v1/namespaces/{TRIED_IN}/pods", {"metadata": {"name": "tried"}, "spec": dict(spec)}, trial
-            )
+        for template in pod_templates(content):
+            tried = {"metadata": {"name": "tried"}, "spec": dict(template.spec)}
+            client.create(f"/api/v1/namespaces/{TRIED_IN}/pods", tried, trial)
 
 
 def test_the_pods_of_the_gang_are_bound_with_two_gpus_each(client: KubeClient) -> None:

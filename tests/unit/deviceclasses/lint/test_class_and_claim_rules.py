@@ -376,7 +376,7 @@ def test_the_shipped_classes_are_those_of_a_driver_with_another_name() -> None:
     assert run("-", "--driver-name", "gpu.nvidia.com", given=fit).exit_code == 0
 
 
-NOTHING = "nothing here is a DeviceClass, ResourceClaim or ResourceClaimTemplate: "
+NOTHING = "nothing here is a DeviceClass, ResourceClaim or ResourceClaimTemplate, or makes pods: "
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ NOTHING = "nothing here is a DeviceClass, ResourceClaim or ResourceClaimTemplate
         pytest.param("[a, b]", "there is a list", id="a list"),
         pytest.param("root:x:0:0:root:/root:/bin/bash\n", "there is text", id="no YAML object"),
         pytest.param("spec: {}", "there is an object without kind", id="no kind"),
-        pytest.param("{kind: Pod}\n---\n{kind: Pod}\n---\n{kind: Role}", "there is Pod, Role", id="other kinds"),
+        pytest.param("{kind: Node}\n---\n{kind: Node}\n---\n{kind: Role}", "there is Node, Role", id="other kinds"),
         pytest.param(
             "{apiVersion: resource.k8s.io/v1, kind: Deviceclass}",
             "there is Deviceclass (did you mean DeviceClass?)",
@@ -406,9 +406,9 @@ def test_files_without_anything_to_check_are_a_finding_that_says_what_there_is(t
 
 def test_files_that_hold_nothing_of_ours_are_passed_over_beside_those_that_do(tmp_path: Path) -> None:
     (tmp_path / "claim.yaml").write_text(yaml.safe_dump(claim(request())))
-    (tmp_path / "pod.yaml").write_text("kind: Pod")
+    (tmp_path / "service.yaml").write_text("kind: Service")
     (tmp_path / "empty.yaml").write_text("")
-    assert run(str(tmp_path)).output == "1 object checked, nothing found\n"
+    assert run(str(tmp_path)).output == "1 object checked, 1 skipped (Service), nothing found\n"
 
 
 def test_a_kind_with_a_slip_in_it_is_a_finding_beside_good_objects() -> None:

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from deviceclasses.lint.documents import Document
 from deviceclasses.lint.findings import Finding
-from deviceclasses.lint.kueue_rules import lint_kueue
+from deviceclasses.lint.kueue_rules import is_checked, lint_kueue
 from tessera.cli import main
 from tests.support.linting import CLASSES, DRIVER, request
 from tests.support.queue_objects import (
@@ -25,6 +25,7 @@ from tests.support.queue_objects import (
     job,
     local_queue,
     mapping,
+    source,
     template,
 )
 
@@ -161,7 +162,8 @@ def test_an_object_that_contains_itself_is_read_once() -> None:
 
 
 def test_the_command_reads_the_files_together(tmp_path: Path) -> None:
-    content = [COUNTS, template("t", ALTERNATIVES), job("t", queue="team")]
+    uses_claim = {"resources": {"claims": [{"name": "gpu"}]}}
+    content = [COUNTS, template("t", ALTERNATIVES), job("t", queue="team", **uses_claim)]
     (tmp_path / "all.yaml").write_text(yaml.safe_dump_all(content))
     answer = CliRunner().invoke(main, ["lint", "--kueue", str(tmp_path), "-o", "json"])
     assert answer.exit_code == 1
@@ -170,3 +172,22 @@ def test_the_command_reads_the_files_together(tmp_path: Path) -> None:
     (tmp_path / "all.yaml").write_text(yaml.safe_dump(COUNTS))
     answer = CliRunner().invoke(main, ["lint", "--kueue", str(tmp_path)])
     assert (answer.exit_code, answer.output) == (0, "1 object checked, nothing found\n")
+
+
+def test_a_configuration_in_a_configmap_has_the_same_findings_as_one_in_a_file() -> None:
+    wrong = configuration(mapping("gpu.memory", "gpu-nothing", sources=[source("counter", "memoryy")]))
+    data = {"controller_manager_config.yaml": yaml.safe_dump(wrong), "other": "text"}
+    in_configmap = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "kueue"}, "data": data}
+    assert found(wrong)
+    assert found(in_configmap) == found(wrong)
+    assert is_checked(in_configmap)
+    assert not is_checked({**in_configmap, "data": {"other": "text"}})
+
+
+def test_a_configmap_whose_configuration_can_not_be_read_is_a_finding_with_its_place() -> None:
+    data = {"config.yaml": "apiVersion: config.kueue.x-k8s.io/v1beta2\nkind: [Configuration"}
+    broken = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "kueue"}, "data": data}
+    [finding] = lint_kueue([Document("f", 3, broken)], CLASSES, DRIVER)
+    assert (finding.document, finding.object) == (3, "ConfigMap kueue")
+    assert finding.path.startswith("data[config.yaml]: line 2, column ")
+    assert "is not valid YAML" in finding.message
