@@ -39,6 +39,7 @@ from tessera.tables_and_drawings import show, with_output
 @click.option("--without", "gone", metavar="NAMESPACE/CLAIM", multiple=True, help="As if that claim had ended.")
 @click.option("--uncordon", "uncordon", metavar="NODE[/gpu-N]", multiple=True, help="As if that were not cordoned.")
 @click.option("--fill", metavar="CLASS", help="How many claims for one device of that class still fit.")
+@click.option("--summary", is_flag=True, help="Only how many pods are placed, and what is left.")
 @with_kubeconfig
 @with_driver_name
 @with_output("table", "json")
@@ -52,15 +53,16 @@ def simulate(
     gone: Sequence[str],
     uncordon: Sequence[str],
     fill: str | None,
+    summary: bool,
     kubeconfig: Path | None,
     driver_name: str,
     output: str,
 ) -> None:
     """Show which devices the pods and claims in FILEs would get, or why they would wait (docs/simulate.md).
 
-    FILE has Pods, Deployments, StatefulSets, Jobs, ResourceClaims, ResourceClaimTemplates and DeviceClasses in YAML or
-    JSON; it may be a folder, or - for standard input. The pods are placed in that order. Nothing is created. Exit code
-    0: everything fits; 1: something does not; 2: usage; 3: environment.
+    FILE has Pods, objects of any kind with pod templates, ResourceClaims, ResourceClaimTemplates and DeviceClasses in
+    YAML or JSON; it may be a folder, or - for standard input. The pods are placed in that order. Nothing is created.
+    Exit code 0: everything fits; 1: something does not, or was not tried; 2: usage; 3: environment.
 
     \b
     Examples:
@@ -73,11 +75,8 @@ def simulate(
     client = ListOnceClient(access_of(kubeconfig), "tessera-simulate") if cluster else None
     content, waiting = _cluster(client, driver_name) if client is not None else (_empty(driver_name), Workloads())
     content = content if nodes is None else joined(content, simulated(nodes, shares, _selection(mig_gpus)))
-    for claim in gone:
-        content = without(content, claim, driver_name)
-    for target in uncordon:
-        content = uncordoned(content, target)
-    reader = Reader((lambda key: find_template(client, key)) if client is not None else lambda _: None)
+    content = _changed(content, gone, uncordon, driver_name)
+    reader = Reader((lambda key: find_template(client, key)) if client is not None else lambda _: None, content.nodes)
     given = reader.read(_documents(paths))
     content = replace(content, classes={**content.classes, **given.classes})
     if fill is not None and fill not in content.classes:
@@ -89,7 +88,7 @@ def simulate(
     imagined = ImaginedCluster(driver_name, content)
     placements = _place(imagined, waiting) + _place(imagined, given)
     filled = _filled(imagined, fill) if fill is not None else None
-    result = Simulation(imagined, placements, {id(pod) for pod in given.pods}, fill, filled, given.ignored)
+    result = Simulation(imagined, placements, {id(pod) for pod in given.pods}, fill, filled, given, summary)
     show(output, result.json, result.text)
     sys.exit(0 if result.fits else 1)
 
@@ -101,6 +100,14 @@ def _check(paths: Sequence[str], nodes: str | None, fill: str | None, *, cluster
         raise UsageError("give files with pods or claims, or --fill with the name of a DeviceClass")
     if gone and not cluster:
         raise UsageError("--without needs --cluster: simulated nodes are idle")
+
+
+def _changed(content: ClusterContent, gone: Sequence[str], uncordon: Sequence[str], driver: str) -> ClusterContent:
+    for claim in gone:
+        content = without(content, claim, driver)
+    for target in uncordon:
+        content = uncordoned(content, target)
+    return content
 
 
 def _selection(text: str | None) -> GpuSelection:

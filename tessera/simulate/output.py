@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from controller.cluster.fleet import FleetGpu
 from controller.explain.sources.availability import listed
@@ -13,17 +13,29 @@ from driver.model.offer import DeviceKind
 from tessera.simulate.fill import Filled
 from tessera.simulate.imagined_cluster import ImaginedCluster
 from tessera.simulate.scheduler import PodPlacement
+from tessera.simulate.workloads import Workloads
 from tessera.tables_and_drawings import Span, cell_width, columns, counted, draw_slices, printable
 
 MAX_DRAWN_NODES = 16
 """Nodes that are drawn whether or not a pod was placed on them."""
 
 
+class Totals(NamedTuple):
+    """Pods that are placed or not, GPUs with devices that are held, nodes without any, and how many there are."""
+
+    placed: int
+    refused: int
+    gpusUsed: int  # noqa: N815 - named as in the JSON
+    gpus: int
+    idleNodes: int  # noqa: N815
+    nodes: int
+
+
 @dataclass(frozen=True)
 class Simulation:
     """``placements`` in order; ``given`` are the ids of the pods of the files, the others were pending before.
 
-    ``fill`` is the class of ``--fill``. ``ignored``: other objects of the files than pods and claims.
+    ``fill`` is the class of ``--fill``, ``files`` what the files contain. ``is_short``: the text is the summary only.
     """
 
     cluster: ImaginedCluster
@@ -31,19 +43,28 @@ class Simulation:
     given: Collection[int]
     fill: str | None
     filled: Filled | None
-    ignored: Sequence[str]
+    files: Workloads
+    is_short: bool = False
 
     @property
     def fits(self) -> bool:
-        """Whether every pod of the files is placed."""
-        return all(placement.node is not None for placement in self.placements if id(placement.pod) in self.given)
+        """Whether every pod of the files is placed, and could be tried."""
+        given = (placement for placement in self.placements if id(placement.pod) in self.given)
+        return not self.files.untried and all(placement.node is not None for placement in given)
 
     @property
     def text(self) -> str:
         """Tables for people, and a picture."""
-        parts = [f"ignored: {', '.join(map(printable, self.ignored))}"] if self.ignored else []
-        parts += [*self._placed_text(), *self._reasons_text(), *self._fill_text(), self._picture()]
-        return "\n\n".join(parts)
+        files, parts = self.files, list[str]()
+        if files.ignored:
+            parts.append(f"ignored: {', '.join(map(printable, files.ignored))}")
+        parts += [
+            f"NOT TRIED: {printable(item)}: it seems to make pods, but has no pod template" for item in files.untried
+        ]
+        parts += [f"note: {printable(note)}" for note in files.notes]
+        if not self.is_short:
+            parts += [*self._placed_text(), *self._reasons_text(), *self._fill_text(), self._picture()]
+        return "\n\n".join([*parts, self._summary_text()])
 
     @property
     def json(self) -> dict[str, Any]:
@@ -53,8 +74,29 @@ class Simulation:
             by_node, by_product = self._counts(self.filled)
             counts = {"fits": by_node.total(), "byNode": dict(by_node), "byProduct": dict(by_product)}
             fill = {"class": self.fill, **counts, "nextDoesNotFit": list(self.filled.why)}
-        result = {"placements": list(map(self._as_json, self.placements)), "ignored": list(self.ignored)}
-        return {**result, "fill": fill, "gpus": list(self._gpus())}
+        files = self.files
+        about_files = {"ignored": files.ignored, "notTried": files.untried, "notes": files.notes}
+        placements = list(map(self._as_json, self.placements))
+        summary = self._totals()._asdict()
+        return {"summary": summary, "placements": placements, **about_files, "fill": fill, "gpus": list(self._gpus())}
+
+    def _totals(self) -> Totals:
+        fleet = self.cluster.fleet
+        placed = sum(placement.node is not None for placement in self.placements)
+        used = {gpu.node for gpu in fleet if gpu.held}
+        return Totals(
+            placed,
+            len(self.placements) - placed,
+            sum(bool(gpu.held) for gpu in fleet),
+            len(fleet.gpus),
+            len(fleet.nodes.keys() - used),
+            len(fleet.nodes),
+        )
+
+    def _summary_text(self) -> str:
+        placed, refused, used, gpus, idle, nodes = self._totals()
+        pods = f"{counted(placed, 'pod')} placed, {refused} not; {used} of {gpus} GPUs in use"
+        return f"{pods}; {idle} of {nodes} nodes with GPUs have nothing on them"
 
     def _placed_text(self) -> Iterator[str]:
         rows: list[tuple[str, ...]] = []

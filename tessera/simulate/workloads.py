@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 
+from controller.demand.node_eligibility import NODE_NAME_FIELD, exclusion
+from deviceclasses.lint.claim_fields import settings_of
 from deviceclasses.lint.class_and_claim_rules import refused
 from deviceclasses.lint.documents import Document, kind_of, text
-from driver.config.strict_schema import shown
+from deviceclasses.lint.pod_templates import InvalidPodCount, PodTemplate, may_make_pods, pod_templates
 from driver.errors import UsageError
 from driver.kube.types import (
     Claim,
@@ -19,14 +22,15 @@ from driver.kube.types import (
     DeviceClass,
     Key,
     Metadata,
+    Node,
     Pod,
     PodResourceClaim,
     PodSpec,
     PodStatus,
 )
 
-COUNTS = {"Deployment": "replicas", "ReplicaSet": "replicas", "StatefulSet": "replicas", "Job": "parallelism"}
-"""The kinds with a pod template, and their fields for the number of pods."""
+WITH_TEMPLATE = {"Deployment", "ReplicaSet", "StatefulSet", "DaemonSet", "Job", "CronJob"}
+"""Kinds of Kubernetes that are nothing without a pod template."""
 
 MAX_PODS = 10_000
 """Pods of all manifests together: a placement takes some milliseconds."""
@@ -38,30 +42,54 @@ Parsed = TypeVar("Parsed")
 
 @dataclass
 class Workloads:
-    """The pods in the order of the manifests, their claims, and the DeviceClasses. ``ignored`` are other objects."""
+    """The pods in the order of the manifests, their claims, and the DeviceClasses.
+
+    ``ignored`` are other objects, ``untried`` those that seem to make pods, of which nobody knows which, and ``notes``
+    say what was read in a way that may surprise.
+    """
 
     pods: list[Pod] = field(default_factory=list)
     claims: dict[Key, Claim] = field(default_factory=dict)
     classes: dict[str, DeviceClass] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
+    untried: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 class Reader:
-    """Reads documents. ``find_template`` looks for a ResourceClaimTemplate that they do not contain."""
+    """Reads documents. ``nodes`` are those on which a DaemonSet may have pods.
 
-    def __init__(self, find_template: Callable[[Key], ClaimSpec | None] = lambda _: None) -> None:
-        self._find_template = find_template
-        self._templates: dict[Key, ClaimSpec] = {}
+    ``find_template`` looks for a ResourceClaimTemplate that the documents do not contain.
+    """
+
+    def __init__(
+        self, find_template: Callable[[Key], ClaimSpec | None] = lambda _: None, nodes: Sequence[Node] = ()
+    ) -> None:
+        self._find_template, self._nodes = find_template, nodes
+        self._templates: dict[Key, ClaimSpec | None] = {}
+        """The templates that were found; None: it does not exist."""
         self._found = Workloads()
 
     def read(self, documents: Iterable[Document]) -> Workloads:
-        """The workloads. A claim that no pod refers to gets a pod. Raises UsageError."""
+        """The workloads. A claim that no pod refers to gets a pod. Raises UsageError.
+
+        Of an object that is given twice the last one counts, as for ``kubectl apply``.
+        """
         pods: list[tuple[Document, Mapping[str, Any]]] = []
-        for document in documents:
+        last: dict[tuple[str, ...], Document] = {}
+        given = list(documents)
+        for document in given:
             if isinstance(document.content, Mapping):
-                self._object(document, document.content, pods)
+                last[_identity(document)] = document
             elif document.content is not None:
                 raise UsageError(f"{_place(document)}: this is no object")
+        for document in given:
+            if not isinstance(document.content, Mapping):
+                continue
+            if (counting := last[_identity(document)]) is document:
+                self._object(document, document.content, pods)
+            else:
+                self._found.notes.append(f"{_described(document)} is given again in {_place(counting)}, which counts")
         for document, content in pods:
             self._pods(document, content)
         used = {key for pod in self._found.pods for key in pod.claims}
@@ -81,27 +109,52 @@ class Reader:
             case "ResourceClaimTemplate":
                 template = _convert(document, content, ClaimTemplate)
                 self._templates[template.metadata.key] = template.spec.spec
-            case kind if kind == "Pod" or kind in COUNTS:
-                pods.append((document, content))
             case kind:
-                self._found.ignored.append(f"{_place(document)}: {kind or 'an object without kind'}")
+                if next(pod_templates(content), None) is not None:
+                    pods.append((document, content))
+                elif kind in WITH_TEMPLATE:
+                    raise UsageError(f"{_described(document)}: it has no pod template with containers")
+                elif may_make_pods(content):
+                    self._found.untried.append(_described(document))
+                else:
+                    self._found.ignored.append(f"{_place(document)}: {kind or 'an object without kind'}")
 
     def _pods(self, document: Document, content: Mapping[str, Any]) -> None:
-        kind, metadata = text(content, "kind"), _metadata(document, content)
-        spec = content.get("spec") or {}
-        if kind == "Pod":
-            self._pod(document, metadata, spec)
-            return
-        count, pods = spec.get(COUNTS[kind], 1), self._found.pods
-        if not isinstance(count, int) or not isinstance(template := spec.get("template"), Mapping):
-            raise UsageError(f"{_place(document)}: {kind} {metadata.name} has no valid {COUNTS[kind]} or template")
-        if not 0 <= count <= MAX_PODS - len(pods):
-            where = f"{_place(document)}: {kind} {metadata.name}: spec.{COUNTS[kind]}"
-            more = f" more, since these files have {len(pods)} pods already" if pods else ""
-            raise UsageError(f"{where}: {shown(count)}: `tessera simulate` takes 0 to {MAX_PODS - len(pods)}{more}")
-        for index in range(count):
-            numbered = msgspec.structs.replace(metadata, name=f"{metadata.name}-{index}")
-            self._pod(document, numbered, template.get("spec") or {})
+        metadata, templates = _metadata(document, content), list(pod_templates(content))
+        if settings_of(content, "spec").get("suspend") is True:
+            self._found.notes.append(f"{_described(document)} is suspended: its pods are placed as if it were not")
+        numbers = Counter[str]()
+        for template in templates:
+            stem = f"{metadata.name}-{template.role}" if template.role and len(templates) > 1 else metadata.name
+            labels = {str(name): str(value) for name, value in template.labels.items()}
+            specs = self._specs_on_nodes(document, template) if template.is_on_each_node else [template.spec]
+            for spec in specs * self._count(document, template, len(specs)):
+                name = stem if text(content, "kind") == "Pod" else f"{stem}-{numbers[stem]}"
+                numbers[stem] += 1
+                self._pod(document, msgspec.structs.replace(metadata, name=name, labels=labels), spec)
+
+    def _count(self, document: Document, template: PodTemplate, nodes: int) -> int:
+        """The pods of a template, on each of ``nodes``. Raises UsageError if they can not be simulated."""
+        try:
+            count = template.count
+        except InvalidPodCount as error:
+            raise UsageError(f"{_described(document)}: {error}") from error
+        pods = len(self._found.pods)
+        if count * nodes > MAX_PODS - pods:
+            more = f" more, since these files have {pods} pods already" if pods else ""
+            raise UsageError(
+                f"{_described(document)}: {template.path}: {count * nodes} pods: `tessera simulate` takes "
+                f"0 to {MAX_PODS - pods}{more}"
+            )
+        return count
+
+    def _specs_on_nodes(self, document: Document, template: PodTemplate) -> list[Mapping[str, Any]]:
+        """The spec of each pod that a DaemonSet makes: one for each node that admits it, whatever is free there."""
+        spec = _convert(document, template.spec, PodSpec)
+        names = [node.metadata.name for node in self._nodes if exclusion(spec, node) is None]
+        if not names:
+            self._found.notes.append(f"{_described(document)} makes no pod: no node admits its pods")
+        return [_only_on(template.spec, name) for name in names]
 
     def _pod(self, document: Document, metadata: Metadata, spec: Any) -> None:
         read = _convert(document, spec, PodSpec)
@@ -115,15 +168,16 @@ class Reader:
         self._found.pods.append(Pod(metadata, plain, PodStatus(resource_claim_statuses=created)))
 
     def _created(self, document: Document, metadata: Metadata, pod_claim: PodResourceClaim) -> str:
-        """The name of the claim that is created from a template. Raises UsageError if that does not exist."""
+        """The name of the claim that is created from a template; it does not exist if the template does not."""
         key = Key(metadata.namespace, pod_claim.resource_claim_template_name or "")
-        spec = self._templates.get(key) or self._find_template(key)
-        if spec is None:
-            missing = f"pod {metadata.key} needs ResourceClaimTemplate {key}, which is missing"
-            raise UsageError(f"{_place(document)}: {missing}")
         name = f"{metadata.name}-{pod_claim.name}"
-        claim = Claim(Metadata(name, namespace=metadata.namespace), spec)
-        self._found.claims[claim.metadata.key] = claim
+        if key not in self._templates:
+            self._templates[key] = self._find_template(key)
+            if self._templates[key] is None:
+                self._found.notes.append(f"{_described(document)}: there is no ResourceClaimTemplate {key}")
+        if (spec := self._templates[key]) is not None:
+            claim = Claim(Metadata(name, namespace=metadata.namespace), spec)
+            self._found.claims[claim.metadata.key] = claim
         return name
 
 
@@ -162,6 +216,31 @@ def _without_null(content: Any) -> Any:
     if isinstance(content, Mapping):
         return {name: _without_null(value) for name, value in content.items() if value is not None}
     return [_without_null(item) for item in content] if isinstance(content, list) else content
+
+
+def _only_on(spec: Mapping[str, Any], node: str) -> Mapping[str, Any]:
+    """A pod's spec with the affinity for one node, as the DaemonSet controller writes it."""
+    term = {"matchFields": [{"key": NODE_NAME_FIELD, "operator": "In", "values": [node]}]}
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
+    return {**spec, "affinity": {"nodeAffinity": required}}
+
+
+def _identity(document: Document) -> tuple[str, ...]:
+    """Equal for documents that are the same object; of its own for an object without a name."""
+    content = document.content if isinstance(document.content, Mapping) else {}
+    metadata = settings_of(content, "metadata")
+    if not text(metadata, "name"):
+        return (str(id(document)),)
+    group = text(content, "apiVersion").rpartition("/")[0]
+    namespace = text(metadata, "namespace") or DEFAULT_NAMESPACE
+    return group, text(content, "kind"), namespace, text(metadata, "name")
+
+
+def _described(document: Document) -> str:
+    content = document.content if isinstance(document.content, Mapping) else {}
+    metadata = settings_of(content, "metadata")
+    name = text(metadata, "name") or text(metadata, "generateName")
+    return f"{_place(document)}: {text(content, 'kind')} {name}".rstrip()
 
 
 def _place(document: Document) -> str:

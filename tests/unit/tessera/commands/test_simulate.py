@@ -162,14 +162,14 @@ def test_a_selector_that_fails_stops_the_scheduler_and_is_named() -> None:
     assert "no such key: placementStart" in message
 
 
-def test_the_table_has_devices_and_reasons_and_ends_with_a_picture() -> None:
+def test_the_table_has_devices_and_reasons_and_then_a_picture() -> None:
     ran = run([claim("one", ONE), claim("full", asked("gpu-training"))], "--nodes", "h100-1")
     assert ran.exit_code == 1
     lines = [line.split() for line in ran.stdout.splitlines()]
     assert ["default/pod-of-one", "one", "gpu", "h100-1-1", "gpu-0-mig-1g10gb-6", "-"] in lines
     assert lines[4][:3] == ["default/pod-of-full", "default/full", "AllHeld"]
     picture = "[.......|.......|.......|.......|.......|.......|1g.10gb|.......]"
-    assert lines[-1] == ["h100-1-1", "gpu-0", picture, "NVIDIA", "H100", "80GB", "HBM3"]
+    assert lines[-3] == ["h100-1-1", "gpu-0", picture, "NVIDIA", "H100", "80GB", "HBM3"]
 
 
 @pytest.mark.parametrize(
@@ -214,8 +214,9 @@ def test_wrong_options_are_named(arguments: list[str], message: str) -> None:
     ("content", "message"),
     [
         (claim("a", {"name": "r", "exactly": {"deviceClassName": 7}}), "Expected `str`"),
-        (pod("a", resourceClaims=[{"name": "g", "resourceClaimTemplateName": "lost"}]), "Template default/lost"),
-        ({"kind": "Job", "apiVersion": "batch/v1", "spec": {"parallelism": "many"}}, "no valid parallelism"),
+        ({"kind": "Job", "apiVersion": "batch/v1", "spec": {"parallelism": "many", "template": {"spec": OF_CLAIM}}},
+         'spec.parallelism: "many": must be a whole number of at least 0'),
+        ({"kind": "Job", "apiVersion": "batch/v1", "spec": {"template": {}}}, "Job: it has no pod template"),
         ("text", "this is no object"),
         (claim("a", {"name": "r", "deviceClassName": "x"}),
          'requests[0].deviceClassName: "x": no such field here; it belongs under exactly or firstAvailable'),
@@ -417,16 +418,149 @@ def test_more_nodes_than_can_be_simulated_are_refused_with_the_number_that_is_ac
 @pytest.mark.parametrize(
     ("kind", "field"), [("Deployment", "replicas"), ("StatefulSet", "replicas"), ("Job", "parallelism")]
 )
-@pytest.mark.parametrize("count", [100_000_000, 2**63 - 1, -1])
+@pytest.mark.parametrize("count", [100_000_000, 2**63 - 1])
 def test_more_pods_than_can_be_simulated_are_refused_with_the_number_that_is_accepted(
     kind: str, field: str, count: int
 ) -> None:
-    def manifest(count: int) -> Object:
-        spec = {field: count, "template": {"spec": OF_CLAIM}}
-        return {"apiVersion": "apps/v1", "kind": kind, "metadata": {"name": "many"}, "spec": spec}
+    def manifest(name: str, count: int) -> Object:
+        return workload(kind, name, **{field: count, "template": {"spec": OF_CLAIM}})
 
-    ran = run([claim("shared", ONE), manifest(count)], "--nodes", "h100-1")
+    ran = run([claim("shared", ONE), manifest("many", count)], "--nodes", "h100-1")
     assert ran.exit_code == 2
-    assert f"document 2: {kind} many: spec.{field}: {count}: `tessera simulate` takes 0 to 10000" in ran.stderr
-    ran = run([claim("shared", ONE), manifest(9_999), manifest(2)], "--nodes", "h100-1")
-    assert f"spec.{field}: 2: `tessera simulate` takes 0 to 1 more, since these files have 9999 pods" in ran.stderr
+    asked_for = f"document 2: {kind} many: spec.template.spec: {count} pods"
+    assert f"{asked_for}: `tessera simulate` takes 0 to 10000" in ran.stderr
+    ran = run([claim("shared", ONE), manifest("many", 9_999), manifest("more", 2)], "--nodes", "h100-1")
+    assert "2 pods: `tessera simulate` takes 0 to 1 more, since these files have 9999 pods" in ran.stderr
+    ran = run([claim("shared", ONE), manifest("many", -1)], "--nodes", "h100-1")
+    assert f"{kind} many: spec.{field}: -1: must be a whole number of at least 0" in ran.stderr
+
+
+def workload(kind: str, name: str, /, **spec: Any) -> Object:
+    return {"apiVersion": "example.com/v1", "kind": kind, "metadata": {"name": name}, "spec": spec}
+
+
+POD = {"spec": {"containers": [], "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "small"}]}}
+LINUX = {"kubernetes.io/os": "linux"}
+WITH_PODS: dict[str, tuple[Object, list[str]]] = {
+    "RayCluster": (
+        workload(
+            "RayCluster",
+            "ray",
+            headGroupSpec={"template": POD},
+            workerGroupSpecs=[{"groupName": "gpu", "replicas": 2, "numOfHosts": 2, "template": POD}],
+        ),
+        ["ray-gpu-0", "ray-gpu-1", "ray-gpu-2", "ray-gpu-3", "ray-head-0"],
+    ),
+    "LeaderWorkerSet": (
+        workload(
+            "LeaderWorkerSet",
+            "vllm",
+            replicas=2,
+            leaderWorkerTemplate={"size": 3, "leaderTemplate": POD, "workerTemplate": POD},
+        ),
+        [f"vllm-{role}" for role in ("leader-0", "leader-1", *(f"worker-{i}" for i in range(4)))],
+    ),
+    "LeaderWorkerSet whose leaders are workers": (
+        workload("LeaderWorkerSet", "vllm", replicas=1, leaderWorkerTemplate={"size": 2, "workerTemplate": POD}),
+        ["vllm-0", "vllm-1"],
+    ),
+    "JobSet": (
+        workload(
+            "JobSet",
+            "train",
+            replicatedJobs=[
+                {"name": "driver", "template": {"spec": {"template": POD}}},
+                {"name": "workers", "replicas": 2, "template": {"spec": {"parallelism": 2, "template": POD}}},
+            ],
+        ),
+        ["train-driver-0", *(f"train-workers-{i}" for i in range(4))],
+    ),
+    "CronJob": (workload("CronJob", "nightly", jobTemplate={"spec": {"template": POD}}), ["nightly-0"]),
+    "PyTorchJob": (
+        workload("PyTorchJob", "fit", pytorchReplicaSpecs={"Master": {"template": POD}, "Worker": {"template": POD}}),
+        ["fit-master-0", "fit-worker-0"],
+    ),
+    "Job that completes before it is as parallel as it may be": (
+        workload("Job", "few", parallelism=5, completions=1, template=POD),
+        ["few-0"],
+    ),
+    "DaemonSet": (
+        workload(
+            "DaemonSet", "each", template={"spec": {**POD["spec"], "nodeSelector": {"kubernetes.io/os": "linux"}}}
+        ),
+        ["each-0", "each-1"],
+    ),
+    "DaemonSet for no node": (
+        workload("DaemonSet", "none", template={"spec": {**POD["spec"], "nodeSelector": {"no": "node"}}}),
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WITH_PODS)
+def test_objects_of_any_kind_make_the_pods_of_their_templates(case: str) -> None:
+    content, pods = WITH_PODS[case]
+    found = simulated([template("small", ONE), content], "--nodes", "h100-1=2")
+    assert sorted(each["pod"].partition("/")[2] for each in found["placements"]) == pods
+    assert found["ignored"] == found["notTried"] == []
+
+
+def test_each_pod_of_a_daemon_set_is_placed_on_its_node() -> None:
+    content, _ = WITH_PODS["DaemonSet"]
+    found = simulated([template("small", ONE), content], "--nodes", "h100-1=2")
+    assert sorted(each["node"] for each in found["placements"]) == ["h100-1-1", "h100-1-2"]
+
+
+def test_what_seems_to_make_pods_and_can_not_be_tried_is_named_and_no_success() -> None:
+    predictor = {"predictor": {"containers": [{"image": "served"}]}}
+    crd = {**workload("CustomResourceDefinition", "d", **predictor), "apiVersion": "apiextensions.k8s.io/v1"}
+    objects = [claim("one", ONE), workload("InferenceService", "serve", **predictor), crd]
+    found = simulated(objects, "--nodes", "h100-1", code=1)
+    assert found["notTried"] == ["-, document 2: InferenceService serve"]
+    assert found["ignored"] == ["-, document 3: CustomResourceDefinition"]
+    ran = run(objects, "--nodes", "h100-1")
+    assert (
+        "NOT TRIED: -, document 2: InferenceService serve: it seems to make pods, but has no pod template" in ran.output
+    )
+
+
+def test_an_object_that_is_given_twice_counts_once_as_it_was_given_last() -> None:
+    first, last = (workload("Deployment", "twice", replicas=count, template=POD) for count in (3, 1))
+    found = simulated([template("small", ONE), first, last], "--nodes", "h100-1")
+    assert [each["pod"] for each in found["placements"]] == ["default/twice-0"]
+    assert found["notes"] == ["-, document 2: Deployment twice is given again in -, document 3, which counts"]
+
+
+def test_the_last_line_sums_up_what_is_placed_and_what_is_left() -> None:
+    objects = [claim("one", asked("gpu-training")), claim("many", asked("gpu-training", count=9))]
+    line = "1 pod placed, 1 not; 1 of 2 GPUs in use; 1 of 2 nodes with GPUs have nothing on them"
+    assert run(objects, "--nodes", "h100-1=2").output.endswith(f"\n\n{line}\n")
+    assert run(objects, "--nodes", "h100-1=2", "--summary").output == f"{line}\n"
+    found = simulated(objects, "--nodes", "h100-1=2", code=1)
+    assert found["summary"] == {"placed": 1, "refused": 1, "gpusUsed": 1, "gpus": 2, "idleNodes": 1, "nodes": 2}
+
+
+def test_a_pod_whose_template_is_missing_waits_and_the_others_are_placed() -> None:
+    lost = pod("a", resourceClaims=[{"name": "gpu", "resourceClaimTemplateName": "lost"}])
+    found = simulated([lost, claim("one", ONE)], "--nodes", "h100-1", code=1)
+    assert {placement["pod"]: placement["node"] for placement in found["placements"]} == {
+        "default/a": None,
+        "default/pod-of-one": "h100-1-1",
+    }
+    assert found["placements"][0]["reasons"][0]["claim"] == "default/a-gpu"
+    assert found["notes"] == ["-, document 1: Pod a: there is no ResourceClaimTemplate default/lost"]
+
+
+def test_the_pods_of_a_suspended_job_are_placed_and_it_is_said() -> None:
+    job = workload("Job", "later", suspend=True, template=POD)
+    found = simulated([template("small", ONE), job], "--nodes", "h100-1")
+    assert [each["pod"] for each in found["placements"]] == ["default/later-0"]
+    assert found["notes"] == ["-, document 2: Job later is suspended: its pods are placed as if it were not"]
+
+
+def test_a_quantity_may_be_written_as_a_number() -> None:
+    resources = {"requests": {"cpu": 0.5, "memory": "1.5Gi"}, "limits": {"cpu": 1.5}}
+    found = simulated(
+        [claim("shared", ONE), pod("a", containers=[{"resources": resources}], **OF_CLAIM)], "--nodes", "h100-1"
+    )
+    assert found["placements"][0]["node"] == "h100-1-1"
