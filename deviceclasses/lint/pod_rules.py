@@ -99,7 +99,9 @@ def _resources(template: PodTemplate, names: Names) -> Iterator[Issue]:
                     f"no class in these files or among Tessera's has this {RESOURCE}: write a claim of class "
                     f"{class_for_resource(name)}, or give a class that name"
                 )
-                yield Issue(f"{path}.{'limits' if name in limits else 'requests'}", name, message, Severity.WARNING)
+                yield Issue(
+                    f"{path}.{'limits' if name in limits else 'requests'}", shown(name), message, Severity.WARNING
+                )
 
 
 def _reference(claim: Mapping[str, Any], path: str, names: Names) -> Iterator[Issue]:

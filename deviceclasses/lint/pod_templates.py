@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 from deviceclasses.lint.claim_fields import settings_of
@@ -21,7 +22,6 @@ ROLE_SUFFIXES = ("PodTemplate", "GroupSpec", "Template", "Specs", "Spec")
 
 WITHOUT_PODS = ("admissionregistration.k8s.io", "apiextensions.k8s.io", "kyverno.io", "gatekeeper.sh")
 """Groups of objects that contain parts of pods and make none."""
-
 
 MAX_DEPTH, MAX_VALUES = 32, 100_000
 """Fields from the spec to a pod template, and values of one object, that are looked at."""
@@ -111,16 +111,17 @@ def _values(content: Mapping[str, Any]) -> Iterator[_Value]:
     """What is in the spec of an object, depth first; nothing that is inside of a pod template.
 
     YAML's aliases can make an object that contains itself, or one that is much larger than its text: what is deeper
-    than ``MAX_DEPTH`` or comes after ``MAX_VALUES`` is left out.
+    than ``MAX_DEPTH`` is left out, and so is what exceeds ``MAX_VALUES``.
     """
     if text(content, "apiVersion").partition("/")[0].endswith(WITHOUT_PODS):
         return
-    pending, visited = [_Value(content.get("spec"), "spec", 0)], 0
-    while pending and visited < MAX_VALUES:
-        parent, visited = pending.pop(), visited + 1
+    pending, room = [_Value(content.get("spec"), "spec", 0)], MAX_VALUES
+    while pending:
+        parent = pending.pop()
         yield parent
-        if parent.depth < MAX_DEPTH:
-            pending += reversed([*_children(parent)])
+        children = [*islice(_children(parent), room)] if parent.depth < MAX_DEPTH else []
+        room -= len(children)
+        pending += reversed(children)
 
 
 def _children(parent: _Value) -> Iterator[_Value]:

@@ -32,6 +32,12 @@ from driver.kube.types import (
 WITH_TEMPLATE = {"Deployment", "ReplicaSet", "StatefulSet", "DaemonSet", "Job", "CronJob"}
 """Kinds of Kubernetes that are nothing without a pod template."""
 
+OF_DAEMON_SETS = [
+    {"key": f"node.kubernetes.io/{condition}", "operator": "Exists"}
+    for condition in ("not-ready", "unreachable", "unschedulable", "disk-pressure", "memory-pressure", "pid-pressure")
+]
+"""The tolerations that the DaemonSet controller adds to its pods."""
+
 MAX_PODS = 10_000
 """Pods of all manifests together: a placement takes some milliseconds."""
 
@@ -150,11 +156,16 @@ class Reader:
 
     def _specs_on_nodes(self, document: Document, template: PodTemplate) -> list[Mapping[str, Any]]:
         """The spec of each pod that a DaemonSet makes: one for each node that admits it, whatever is free there."""
-        spec = _convert(document, template.spec, PodSpec)
-        names = [node.metadata.name for node in self._nodes if exclusion(spec, node) is None]
+        tolerations = template.spec.get("tolerations")
+        spec = {
+            **template.spec,
+            "tolerations": [*(tolerations if isinstance(tolerations, list) else ()), *OF_DAEMON_SETS],
+        }
+        read = _convert(document, spec, PodSpec)
+        names = [node.metadata.name for node in self._nodes if exclusion(read, node) is None]
         if not names:
             self._found.notes.append(f"{_described(document)} makes no pod: no node admits its pods")
-        return [_only_on(template.spec, name) for name in names]
+        return [_only_on(spec, name) for name in names]
 
     def _pod(self, document: Document, metadata: Metadata, spec: Any) -> None:
         read = _convert(document, spec, PodSpec)
