@@ -137,9 +137,9 @@ class EventReporter:
         for reason in reasons:
             pending, group = reason.pending, reason.group
             by_claim[pending.key] = reason
-            if not reason.is_examined and pending.key in self._reported:  # its Event stays as it is
-                current[pending.key] = pending
             if not reason.is_examined:
+                if pending.key in self._reported:  # its Event stays as it is
+                    current[pending.key] = pending
                 continue
             if reason.code is ReasonCode.WAITS and pending.key not in self._reported:
                 continue

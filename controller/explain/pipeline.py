@@ -21,7 +21,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from itertools import product
 
 from controller.demand.device_search import SearchOutcome
 from controller.demand.pending_claims import PendingClaim, Queue
@@ -116,12 +115,11 @@ class ReasonFinder:
         until = -math.inf if is_resting else began + self._limit_seconds
         first = next((place for place, claim in enumerate(queue.pending) if claim.key == self.postponed), 0)
         self.postponed = ""
-        in_turn = [(claim, (claim.key, claim.claim.metadata.uid)) for claim in queue.pending]
-        in_turn = [*in_turn[first:], *in_turn[:first]]
+        in_turn = (*queue.pending[first:], *queue.pending[:first])
+        identified = [(pending, (pending.key, pending.claim.metadata.uid)) for pending in in_turn]
+        new = [claim for claim in identified if claim[1] not in last]
         # First those without a reason, then those that the last search had no time for.
-        for has_reason, (pending, identity) in product((False, True), in_turn):
-            if (identity in last) is not has_reason:
-                continue
+        for pending, identity in (*new, *(claim for claim in identified if claim[1] in last)):
             reason = unplaced.get(pending.key)
             if reason is None and self._clock.monotonic() > until:
                 self.postponed = self.postponed or pending.key
@@ -172,7 +170,7 @@ def _requests_devices(pending: PendingClaim, queue: Queue) -> bool:
 
 
 def _not_examined(pending: PendingClaim, queue: Queue) -> Iterator[ClaimReason]:
-    """What is said of a claim before there was time for it."""
+    """The reason of a claim that has not been examined yet; none if it is for devices of other drivers only."""
     if _requests_devices(pending, queue):
         yield ClaimReason(pending, ReasonCode.WAITS, NOT_EXAMINED, is_examined=False)
 

@@ -34,7 +34,6 @@ from deviceclasses.lint.claim_fields import (
 from deviceclasses.lint.documents import DRA_GROUP, DRA_VERSION, SPEC, Document, kind_of, text
 from deviceclasses.lint.findings import Finding, Issue, Severity, almost, misspelt
 from deviceclasses.lint.nvidia_driver import (
-    NVIDIA_DRIVER,
     nvidia_parameters,
     nvidia_selectors,
     of_nvidia_class,
@@ -49,6 +48,7 @@ from deviceclasses.lint.satisfiability import (
 )
 from deviceclasses.lint.selector_rules import selector_issues, type_issues
 from driver.config.opaque_parameters import InvalidParameters, parse_parameters
+from driver.config.shared_flags import NVIDIA_DRIVER
 from driver.config.strict_schema import shown
 from driver.config.suggestions import meant, nearest
 from driver.config.yaml_reader import read_yaml

@@ -114,7 +114,7 @@ class KueueContext:
 
 
 def lint_kueue(documents: Sequence[Document], installed: Iterable[Object], driver: str) -> Iterator[Finding]:
-    """The findings that only Kueue gives a reason for, in the order of ``documents``."""
+    """The findings that only Kueue gives a reason for: unreadable ones first, then in the order of ``documents``."""
     given = [part for document in documents for part in (document, *_configurations_in(document))]
     yield from (part for part in given if isinstance(part, Finding))
     documents = [part for part in given if isinstance(part, Document)]

@@ -10,9 +10,8 @@ from typing import Any
 
 from deviceclasses.lint.claim_fields import selectors_of
 from deviceclasses.lint.findings import Issue, Severity
+from driver.config.shared_flags import NVIDIA_DRIVER
 from driver.config.strict_schema import shown
-
-NVIDIA_DRIVER = "gpu.nvidia.com"
 
 CLASSES = {
     NVIDIA_DRIVER: "gpu-training, a full GPU",

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 DEFAULT_DRIVER = "gpu.tessera.dev"
+NVIDIA_DRIVER = "gpu.nvidia.com"
+"""The name and attribute domain of NVIDIA's DRA driver."""
+
 SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 DRIVER_LIMIT = 63

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from driver.config.shared_flags import NVIDIA_DRIVER
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.slice_types import ResourceSlice
@@ -27,7 +28,6 @@ from kubelet_plugin.upgrade.instance_lock import is_listening
 
 log = logging.getLogger(__name__)
 
-NVIDIA_DRIVER = "gpu.nvidia.com"
 GPU_RESOURCE, MIG_RESOURCE_PREFIX = "nvidia.com/gpu", "nvidia.com/mig-"
 REPLICAS = "nvidia.com/gpu.replicas"
 """Label of NVIDIA's GPU feature discovery: as how many GPUs the device plugin advertises each GPU."""

@@ -50,7 +50,7 @@ Parsed = TypeVar("Parsed")
 class Workloads:
     """The pods in the order of the manifests, their claims, and the DeviceClasses.
 
-    ``ignored`` are other objects, ``untried`` those that seem to make pods, of which nobody knows which, and ``notes``
+    ``ignored`` are other objects, ``untried`` those that seem to make pods and have no pod template, and ``notes``
     say what was read in a way that may surprise.
     """
 
@@ -81,28 +81,27 @@ class Reader:
 
         Of an object that is given twice the last one counts, as for ``kubectl apply``.
         """
-        pods: list[tuple[Document, Mapping[str, Any]]] = []
-        last: dict[tuple[str, ...], Document] = {}
-        given = list(documents)
-        for document in given:
+        objects: list[tuple[tuple[str, ...], Document, Mapping[str, Any]]] = []
+        for document in documents:
             if isinstance(document.content, Mapping):
-                last[_identity(document)] = document
+                objects.append((_identity(document, document.content), document, document.content))
             elif document.content is not None:
                 raise UsageError(f"{_place(document)}: this is no object")
-        for document in given:
-            if not isinstance(document.content, Mapping):
-                continue
-            if (counting := last[_identity(document)]) is document:
-                self._object(document, document.content, pods)
-            else:
+        last = {identity: document for identity, document, _ in objects}
+        makers: list[tuple[Document, Mapping[str, Any], list[PodTemplate]]] = []
+        for identity, document, content in objects:
+            if (counting := last[identity]) is not document:
                 self._found.notes.append(f"{_described(document)} is given again in {_place(counting)}, which counts")
-        for document, content in pods:
-            self._pods(document, content)
+            elif templates := self._object(document, content):
+                makers.append((document, content, templates))
+        for document, content, templates in makers:
+            self._pods(document, content, templates)
         used = {key for pod in self._found.pods for key in pod.claims}
         self._found.pods += [_pod_for(key) for key in self._found.claims if key not in used]
         return self._found
 
-    def _object(self, document: Document, content: Mapping[str, Any], pods: list[tuple[Document, Any]]) -> None:
+    def _object(self, document: Document, content: Mapping[str, Any]) -> list[PodTemplate]:
+        """Keep a class, claim or template; returns the pod templates of any other object. Raises UsageError."""
         if (kind := kind_of(content)) is not None and (issue := next(refused(content, kind), None)) is not None:
             raise UsageError(f"{_place(document)}: {issue.path}: {issue.value}: {issue.message}")
         match text(content, "kind"):
@@ -116,17 +115,18 @@ class Reader:
                 template = _convert(document, content, ClaimTemplate)
                 self._templates[template.metadata.key] = template.spec.spec
             case kind:
-                if next(pod_templates(content), None) is not None:
-                    pods.append((document, content))
-                elif kind in WITH_TEMPLATE:
+                if templates := list(pod_templates(content)):
+                    return templates
+                if kind in WITH_TEMPLATE:
                     raise UsageError(f"{_described(document)}: it has no pod template with containers")
-                elif may_make_pods(content):
+                if may_make_pods(content):
                     self._found.untried.append(_described(document))
                 else:
                     self._found.ignored.append(f"{_place(document)}: {kind or 'an object without kind'}")
+        return []
 
-    def _pods(self, document: Document, content: Mapping[str, Any]) -> None:
-        metadata, templates = _metadata(document, content), list(pod_templates(content))
+    def _pods(self, document: Document, content: Mapping[str, Any], templates: Sequence[PodTemplate]) -> None:
+        metadata = _metadata(document, content)
         if settings_of(content, "spec").get("suspend") is True:
             self._found.notes.append(f"{_described(document)} is suspended: its pods are placed as if it were not")
         numbers = Counter[str]()
@@ -236,9 +236,8 @@ def _only_on(spec: Mapping[str, Any], node: str) -> Mapping[str, Any]:
     return {**spec, "affinity": {"nodeAffinity": required}}
 
 
-def _identity(document: Document) -> tuple[str, ...]:
+def _identity(document: Document, content: Mapping[str, Any]) -> tuple[str, ...]:
     """Equal for documents that are the same object; of its own for an object without a name."""
-    content = document.content if isinstance(document.content, Mapping) else {}
     metadata = settings_of(content, "metadata")
     if not text(metadata, "name"):
         return (str(id(document)),)

@@ -17,6 +17,7 @@ from controller.app import LEASE
 from controller.explain.events import COMPONENT, WrittenEvent
 from controller.report.claim_explainer import Explainer, Explanation
 from controller.report.cluster_view import read_cluster
+from driver.config.shared_flags import NVIDIA_DRIVER
 from driver.errors import FORBIDDEN, ApiError, FatalError, UsageError
 from driver.kube.client import Object
 from driver.kube.controller_heartbeat import HEARTBEAT, is_silent, renewed_at
@@ -216,7 +217,7 @@ class SnapshotReader:
             version=version,
             nodes=self._read(Listing.NODES, "/api/v1/nodes", Object),
             slices=[item for item in slices if not any(is_monitor(device.name) for device in item.spec.devices)],
-            others=self._read(Listing.SLICES, SLICES, ResourceSlice, "spec.driver=gpu.nvidia.com"),
+            others=self._read(Listing.SLICES, SLICES, ResourceSlice, f"spec.driver={NVIDIA_DRIVER}"),
             plans=plans,
             claims=[claim for claim in claims if any(result.driver == self._driver for result in claim.results)],
             pending=pending,

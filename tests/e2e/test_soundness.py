@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from driver.clock import micro_time
+from driver.config.shared_flags import NVIDIA_DRIVER
 from driver.kube.lease import leases
 from driver.model.plan import PATH
-from kubelet_plugin.coexistence.other_drivers import NVIDIA_DRIVER
 from tests.harness.cluster import Cluster
 from tests.harness.processes import ProcessTable, kill
 from tests.harness.progress import Progress

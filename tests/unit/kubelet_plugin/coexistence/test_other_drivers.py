@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from driver.config.shared_flags import NVIDIA_DRIVER
 from driver.errors import ClaimError
 from driver.model.plan import GpuReport
 from kubelet_plugin.changes import ChangeNotifier
 from kubelet_plugin.coexistence import other_drivers as neighbour_watch
 from kubelet_plugin.coexistence.other_drivers import (
-    NVIDIA_DRIVER,
     NodeSigns,
     OtherDriverWatch,
     advice,
