@@ -17,7 +17,7 @@ import msgspec
 
 from controller.cluster.claim_index import ClaimIndex, ClusterState, PoolDevice
 from controller.cluster.node_views import NodeChanges, NodeView, NodeViews, PoolPart, PublishedSlice
-from controller.cluster.optional_resources import OptionalCache, device_taint_rules, pod_groups
+from controller.cluster.optional_resources import OptionalCache, claim_templates, device_taint_rules, pod_groups
 from driver.kube.client import KubeClient
 from driver.kube.slice_types import ResourceSlice
 from driver.kube.typed_reads import RESOURCE_GROUP
@@ -26,6 +26,8 @@ from driver.kube.types import (
     Claim,
     ClaimSpec,
     ClaimStatus,
+    ClaimTemplate,
+    ClaimTemplateSpec,
     DeviceAllocation,
     DeviceClass,
     GpuNodePlan,
@@ -114,7 +116,8 @@ class ClusterCache:
         }
         self._pod_groups = pod_groups(client, on_change)
         self._taint_rules = device_taint_rules(client, on_change)
-        self._optional: tuple[OptionalCache[Any], ...] = (self._pod_groups, self._taint_rules)
+        self._templates = claim_templates(client, _kept_template, on_change)
+        self._optional: tuple[OptionalCache[Any], ...] = (self._pod_groups, self._taint_rules, self._templates)
 
     def _cache(
         self,
@@ -175,6 +178,10 @@ class ClusterCache:
         with self._lock:
             return self._claim_index.held(pool)
 
+    @property
+    def templates(self) -> OptionalCache[ClaimTemplate]:
+        return self._templates
+
     def observe_plan(self, stored: Mapping[str, Any]) -> None:
         """Take over a plan that this controller wrote, ahead of the watch and without calling ``on_change``."""
         self._own_write.active = True
@@ -187,6 +194,7 @@ class ClusterCache:
         """The present state. ``changed`` accumulates until ``acknowledge``, so that a failed decision loses nothing."""
         classes, pods = tuple(self._classes.snapshot().values()), tuple(self._pods.snapshot().values())
         groups, rules = self._pod_groups.snapshot(), tuple(self._taint_rules.snapshot().values())
+        templates = tuple(self._templates.snapshot().values())
         with self._lock:
             outdated, self._outdated = self._outdated, set()
             changed_nodes, self._outdated_nodes = self._outdated_nodes, set()
@@ -202,7 +210,13 @@ class ClusterCache:
                 )
             return Snapshot(
                 ClusterState(
-                    self._claim_index.view(), classes, pods, tuple(self._nodes_by_name.values()), groups, rules
+                    self._claim_index.view(),
+                    classes,
+                    pods,
+                    tuple(self._nodes_by_name.values()),
+                    groups,
+                    rules,
+                    templates,
                 ),
                 self._plans_by_node,
                 self._views.all(),
@@ -285,6 +299,11 @@ def _kept_claim(found: Claim) -> Claim:
     allocation = found.status.allocation
     status = ClaimStatus(None if allocation is None else _allocation(allocation))
     return Claim(_metadata(found.metadata), _shared(ClaimSpec, found.spec), status)
+
+
+def _kept_template(found: ClaimTemplate) -> ClaimTemplate:
+    at, spec = found.metadata, _shared(ClaimSpec, found.spec.spec)
+    return ClaimTemplate(Metadata(name=at.name, namespace=sys.intern(at.namespace)), ClaimTemplateSpec(spec))
 
 
 def _kept_pod(found: Pod) -> Pod | None:

@@ -6,7 +6,18 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from driver.kube.types import Allocation, Claim, DeviceClass, DeviceTaintRule, Key, Node, Pod, PodGroup
+from driver.kube.types import (
+    Allocation,
+    Claim,
+    ClaimSpec,
+    ClaimTemplate,
+    DeviceClass,
+    DeviceTaintRule,
+    Key,
+    Node,
+    Pod,
+    PodGroup,
+)
 from driver.model.device import is_monitor
 from driver.model.plan import Held
 
@@ -21,6 +32,13 @@ class PoolDevice(NamedTuple):
         return f"{self.pool}/{self.device}"
 
 
+class WrittenSpec(NamedTuple):
+    """What a claim or a template asks for; ``namespace``: that of one of those that have this spec."""
+
+    namespace: str
+    spec: ClaimSpec
+
+
 class ClaimIndex:
     """Claims by key, kept up to date by ``put``. Not thread-safe."""
 
@@ -29,6 +47,10 @@ class ClaimIndex:
         self._claims: dict[Key, Claim] = {}
         self._unallocated: dict[Key, Claim] = {}
         self._held: dict[str, dict[str, tuple[Held, ...]]] = {}
+        self._specs: dict[int, tuple[WrittenSpec, int]] = {}
+        """By identity of a spec, which equal claims share, the spec and how many claims have it."""
+        self.specs: tuple[WrittenSpec, ...] = ()
+        """The different specs of all claims; the same object as long as they are."""
         for claim in claims:
             self.put(claim.metadata.key, claim)
 
@@ -41,7 +63,7 @@ class ClaimIndex:
 
     def allocation(self, key: Key) -> Allocation | None:
         """The allocation of a claim; None if the claim is not allocated or does not exist."""
-        claim = self.find(key)
+        claim = self._claims.get(key)
         return None if claim is None else claim.status.allocation
 
     def satisfies(self, keys: Iterable[Key]) -> bool:
@@ -84,7 +106,7 @@ class ClaimIndex:
         ``unallocated`` replaces the claims without an allocation.
         """
         view = ClaimIndex(self._driver)
-        view._claims, view._held = self._claims, self._held
+        view._claims, view._held, view.specs = self._claims, self._held, self.specs
         replaced = None if unallocated is None else {claim.metadata.key: claim for claim in unallocated}
         view._unallocated = dict(self._unallocated) if replaced is None else replaced
         return view
@@ -93,6 +115,8 @@ class ClaimIndex:
         """Add, replace or (None) delete a claim. Returns the pools whose allocated devices changed."""
         before = self._claims.pop(key, None)
         self._unallocated.pop(key, None)
+        self._count_spec(before, -1)
+        self._count_spec(claim, 1)
         if claim is not None:
             self._claims[key] = claim
             if claim.status.allocation is None:
@@ -104,6 +128,17 @@ class ClaimIndex:
             devices = self._held.setdefault(pool, {})
             devices[held.device] = (*devices.get(held.device, ()), held)
         return {pool for pool, _ in old ^ new}
+
+    def _count_spec(self, claim: Claim | None, more: int) -> None:
+        if claim is None:
+            return
+        written, count = self._specs.get(id(claim.spec), (WrittenSpec(claim.metadata.namespace, claim.spec), 0))
+        if count + more:
+            self._specs[id(claim.spec)] = written, count + more
+        else:
+            del self._specs[id(claim.spec)]
+        if not count or not count + more:
+            self.specs = tuple(written for written, _ in self._specs.values())
 
     def _remove(self, pool: str, held: Held) -> None:
         devices = self._held[pool]
@@ -133,3 +168,4 @@ class ClusterState:
     nodes: tuple[Node, ...]
     pod_groups: Mapping[Key, PodGroup] = field(default_factory=dict)
     taint_rules: tuple[DeviceTaintRule, ...] = ()
+    templates: tuple[ClaimTemplate, ...] = ()

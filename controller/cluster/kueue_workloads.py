@@ -1,4 +1,4 @@
-"""The Workloads of Kueue that are not admitted yet, and the ResourceClaimTemplates that their pods name."""
+"""The Workloads of Kueue that are not admitted yet, with what the ResourceClaimTemplates that their pods name say."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from controller.cluster.optional_resources import listing_error
+from controller.cluster.optional_resources import OptionalCache, listing_error
 from driver.errors import NOT_FOUND
 from driver.kube.client import KubeClient
-from driver.kube.typed_reads import RESOURCE_GROUP
 from driver.kube.types import (
     ClaimSpec,
     ClaimTemplate,
@@ -62,20 +61,17 @@ class KueueQueue:
     Decisions do not wait for it: it adds to what is published, and to nothing else.
     """
 
-    def __init__(self, client: KubeClient, on_change: Callable[[], None]) -> None:
-        self._client = client
+    def __init__(
+        self, client: KubeClient, templates: OptionalCache[ClaimTemplate], on_change: Callable[[], None]
+    ) -> None:
+        self._client, self._templates = client, templates.cache
         self._workloads = WatchCache(client, WORKLOADS, KueueWorkload, kept_workload, lambda _: on_change())
-        templates = f"{RESOURCE_GROUP}/resourceclaimtemplates"
-        self._templates: WatchCache[ClaimTemplate, ClaimSpec] = WatchCache(
-            client, templates, ClaimTemplate, lambda template: template.spec.spec, lambda _: on_change()
-        )
 
     def run(self, stop: threading.Event) -> None:
         """Watch until ``stop`` is set, as soon as Workloads are served. For a daemon thread."""
         while not stop.is_set() and self._are_unknown():
             stop.wait(PROBE_INTERVAL_SECONDS)
         if not stop.is_set():
-            threading.Thread(target=self._templates.run, args=(stop,), daemon=True).start()
             self._workloads.run(stop)
 
     def snapshot(self) -> list[QueuedWorkload]:
@@ -92,8 +88,8 @@ class KueueQueue:
     def _pod(self, workload: KueueWorkload, pods: PodSet) -> QueuedPod:
         spec, namespace = pods.template.spec, workload.metadata.namespace
         templates = ((claim.name, claim.resource_claim_template_name or "") for claim in spec.resource_claims)
-        claims = ((name, self._templates.get(Key(namespace, template))) for name, template in templates)
-        return QueuedPod(pods.name, spec, {name: claim for name, claim in claims if claim is not None})
+        of_pod = ((name, self._templates.get(Key(namespace, template))) for name, template in templates)
+        return QueuedPod(pods.name, spec, {name: template.spec.spec for name, template in of_pod if template})
 
     def _are_unknown(self) -> bool:
         """Whether the API server serves no Workloads. Other errors are left to the watch, which retries."""

@@ -1,4 +1,7 @@
-"""Resources that not every API server serves: PodGroups (1.37, gate GenericWorkload) and DeviceTaintRules (1.37)."""
+"""Resources without which decisions are made, too: the API server may not serve them, or this account not read them.
+
+PodGroups (1.37, gate GenericWorkload), DeviceTaintRules (1.37), and ResourceClaimTemplates.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,17 @@ from typing import Any, Generic, TypeVar
 
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError
 from driver.kube.client import KubeClient
-from driver.kube.types import Condition, DeviceTaintRule, Key, KubeObject, Metadata, PodGroup, PodGroupStatus
+from driver.kube.typed_reads import RESOURCE_GROUP
+from driver.kube.types import (
+    ClaimTemplate,
+    Condition,
+    DeviceTaintRule,
+    Key,
+    KubeObject,
+    Metadata,
+    PodGroup,
+    PodGroupStatus,
+)
 from driver.kube.watch_cache import WatchCache
 from driver.kube.work_loop import Backoff
 
@@ -102,6 +115,13 @@ def device_taint_rules(client: KubeClient, on_change: Callable[[], None]) -> Opt
     without = "DeviceTaintRules are not read: reasons of pending claims do not name them"
     path = "/apis/resource.k8s.io/v1/devicetaintrules"
     return OptionalCache(client, path, DeviceTaintRule, _kept_rule, on_change, without)
+
+
+def claim_templates(
+    client: KubeClient, project: Callable[[ClaimTemplate], ClaimTemplate], on_change: Callable[[], None]
+) -> OptionalCache[ClaimTemplate]:
+    without = "ResourceClaimTemplates are not read: larger profiles are offered only once a claim asks for them"
+    return OptionalCache(client, f"{RESOURCE_GROUP}/resourceclaimtemplates", ClaimTemplate, project, on_change, without)
 
 
 def _kept_pod_group(found: PodGroup) -> PodGroup:

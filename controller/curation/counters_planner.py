@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,8 +23,9 @@ from controller.curation.wider_offers import WiderOffers
 from controller.demand.demand import Demand, Eligible, demand_of
 from controller.demand.device_search import ROUNDING
 from controller.demand.pending_claims import Queue
-from driver.model.offer import Offer, OfferKind
-from driver.placement.ranking import Ranking
+from controller.demand.requirements import NOTHING_ASKED, AskedKinds
+from driver.model.offer import Offer, OfferKind, Spot
+from driver.placement.ranking import RankedGpu, Ranking
 
 EXTRA_EXCHANGES = 8
 """The limit of exchanges beyond the number of published offers, far above any that was observed."""
@@ -44,13 +45,15 @@ class CountersPlanner:
         self.stickiness = stickiness
         self._ranked: RankedFleet | None = None
         self._wider_offers = WiderOffers()
+        self._smaller_ones: frozenset[Offer] = frozenset()
+        """The offers of the last plan that only stand next to larger ones."""
 
     @property
     def next_s(self) -> float | None:
         return self._wider_offers.next_s
 
     def plan(self, queue: Queue, devices: DeviceIndex, announced: Collection[Offer]) -> PlannedOffers:
-        """Offers that serve the demand of pending claims, and at least ``offers`` of each kind if there is room.
+        """Offers that serve the demand of pending claims, and ``offers`` of each standing kind if there is room.
 
         Published offers of a kind that is in demand are kept: the scheduler may just have given one to a claim.
         ``announced`` offers count as present, too: otherwise decisions that follow each other quickly would choose them
@@ -60,7 +63,8 @@ class CountersPlanner:
         requested = frozenset(demand.kind for demand in demands)
         protected = [offer for offer in devices.offered if offer.spot.kind in requested]
         present = devices.offered.union(announced)
-        return PlannedOffers(self.curate(queue.feasibility.fleet, demands, present, protected), requested)
+        offers = self.curate(queue.feasibility.fleet, demands, present, protected, queue.asked)
+        return PlannedOffers(offers, requested)
 
     def curate(
         self,
@@ -68,14 +72,16 @@ class CountersPlanner:
         demands: Iterable[Demand] = (),
         published: Collection[Offer] = (),
         protected: Collection[Offer] = (),
+        asked: AskedKinds = NOTHING_ASKED,
     ) -> tuple[Offer, ...]:
-        """The offers of every kind that ``fleet`` has, in a fixed order.
+        """The offers of every kind that is standing or in demand, in a fixed order.
 
         Offers for pending claims of different kinds, new and present ones, overlap only where there is not enough room:
         then the allocation of one claim takes no offer away from another, and a burst of pods needs few decisions.
 
         ``published`` are the present offers, ``protected`` those among them that the scheduler may just have given to
         a pending claim: they stay while they are possible. Demand for kinds that the fleet lacks is ignored.
+        ``asked``: see ``controller.curation.standing_offers``.
         """
         ranked = self._ranked
         if ranked is None or ranked.fleet is not fleet:
@@ -83,17 +89,20 @@ class CountersPlanner:
         by_kind: defaultdict[OfferKind, list[Demand]] = defaultdict(list)
         for demand in demands:
             by_kind[demand.kind].append(demand)
-        located = {offer: ranked.place(offer) for offer in published}
-        places = {offer: place for offer, place in located.items() if place is not None}
+        present = {offer: place for offer in published if (place := ranked.place(offer)) is not None}
+        # What stands next to larger offers is in the wrong place for those who ask for it.
+        places = {offer: place for offer, place in present.items() if offer not in self._smaller_ones}
         keep = {places[offer] for offer in protected if offer in places}
         chosen: set[FleetPlace] = set()
         for_pending: tuple[FleetPlace, ...] = ()
         awaited = {place for place in places.values() if place.spot.kind in by_kind}
+        standing = ranked.standing_kinds(asked)
         for kind in sorted(ranked.kinds, key=ranked.sizes.__getitem__, reverse=True):
             of_kind = {place for place in places.values() if place.spot.kind == kind}
             eligible_for_all = [demand.eligible for demand in by_kind.get(kind, ()) if demand.all_devices]
             fixed = (of_kind & keep).union(*(ranked.places(kind, eligible) for eligible in eligible_for_all))
-            needs = needs_of(ranked, kind, by_kind.get(kind, ()), of_kind, self.offers)
+            at_least = Need(standing.get(kind), self.offers if kind in standing else 0)
+            needs = needs_of(ranked, kind, by_kind.get(kind, ()), of_kind, at_least)
             awaited -= of_kind
             to_avoid = ((*for_pending, *sorted(awaited)), for_pending) if kind in by_kind else ()
             for avoided in dict.fromkeys((*to_avoid, ())):
@@ -102,10 +111,11 @@ class CountersPlanner:
                 selection.choose(of_kind)
                 if not avoided or selection.serves_all:
                     break
-            if avoided in to_avoid:
-                for_pending += tuple(sorted(selection.draft.places))
-            chosen |= selection.places
-        return tuple(ranked.offer(place) for place in sorted(chosen))
+            for_pending += tuple(sorted(selection.draft.places)) if avoided in to_avoid else ()
+            chosen |= selection.draft.places.union(selection.extra)
+        smaller = {*smaller_ones(ranked, chosen, asked, present.values())} if asked.choices else set()
+        self._smaller_ones = frozenset(map(ranked.offer, smaller))
+        return tuple(ranked.offer(place) for place in sorted(chosen | smaller))
 
 
 @dataclass(frozen=True)
@@ -136,10 +146,6 @@ class OfferSelection:
     fixed: frozenset[FleetPlace]
     stickiness: float
     extra: list[FleetPlace] = field(default_factory=list)
-
-    @property
-    def places(self) -> set[FleetPlace]:
-        return self.draft.places | set(self.extra)
 
     @property
     def serves_all(self) -> bool:
@@ -255,15 +261,15 @@ class OfferSelection:
 
 
 def needs_of(
-    fleet: RankedFleet, kind: OfferKind, demands: Sequence[Demand], published: Collection[FleetPlace], at_least: int
+    fleet: RankedFleet, kind: OfferKind, demands: Sequence[Demand], published: Collection[FleetPlace], at_least: Need
 ) -> list[Need]:
     """The needs that follow from ``demands`` for ``kind``, the narrowest first; the last one is for the whole fleet.
 
     The need of a set of GPUs includes those of its subsets. ``published`` are the places of present offers,
-    ``at_least`` is the least number of offers of the kind, with or without demand.
+    ``at_least`` are the offers of the kind that there are with or without demand.
     """
-    if not demands:
-        return [Need(None, at_least)]
+    if not demands and at_least.eligible is None:
+        return [at_least]
     asked = [Need(demand.eligible, demand.count) for demand in demands if not demand.together]
     unmet: set[Demand] = set()  # equal demands can't be met either: what is asked of a group only grows
     for demand in demands:
@@ -273,10 +279,13 @@ def needs_of(
                 unmet.add(demand)
             else:
                 asked.append(Need(group, demand.count))
-    sets = {need.eligible for need in asked if need.eligible is not None}
-    needs = [Need(eligible, _within(asked, eligible)) for eligible in sets]
+    sets = {need.eligible for need in (*asked, at_least) if need.eligible is not None}
+    counts = {eligible: _within(asked, eligible) for eligible in sets}
+    if at_least.eligible is not None:
+        counts[at_least.eligible] = max(counts[at_least.eligible], at_least.count)
+    needs = [Need(eligible, count) for eligible, count in counts.items()]
     needs.sort(key=lambda need: (len(need.eligible or ()), sorted(need.eligible or ())))
-    return [*needs, Need(None, max(at_least, sum(need.count for need in asked)))]
+    return [*needs, Need(None, max(at_least.count, sum(need.count for need in asked)))]
 
 
 def _within(asked: Iterable[Need], eligible: frozenset[str]) -> int:
@@ -321,3 +330,34 @@ def _price(
         shared += best.ranked.terms.ends_shares
         draft.add(best.place)
     return shared, published_count < count, round(growth, 6)
+
+
+def smaller_ones(
+    fleet: RankedFleet, offered: set[FleetPlace], asked: AskedKinds, published: Collection[FleetPlace]
+) -> Iterator[FleetPlace]:
+    """For each of ``offered`` a smaller place that overlaps it, if somebody asks for either of the two kinds.
+
+    A claim that both would serve gets the smaller one, which comes first in the slice; once nothing smaller is left on
+    the GPU, the larger one can not be allocated either. Of several such places one of ``published`` is preferred.
+    """
+    sizes = fleet.sizes
+    for place in sorted(offered):
+        for choice in asked.choices:
+            if place.spot.kind in choice:
+                memory_bytes = sizes[place.spot.kind].memory_bytes
+                smaller = (kind for kind in choice if sizes[kind].memory_bytes < memory_bytes)
+                gpu = fleet.cliques[place.clique].gpus[place.position]
+                spots = _overlapping(gpu, place.spot, sorted(smaller, key=sizes.__getitem__))
+                places = [FleetPlace(place.clique, place.position, spot) for spot in spots]
+                if places and offered.isdisjoint(places):
+                    yield next((smaller for smaller in places if smaller in published), places[0])
+
+
+def _overlapping(gpu: RankedGpu, larger: Spot, kinds: Iterable[OfferKind]) -> list[Spot]:
+    """The free spots that exclude ``larger``, of the first of ``kinds`` that has some; the best first."""
+    for kind in kinds:
+        places = gpu.places(kind)
+        excluding = [spot for spot in places if larger not in gpu.after(spot).places(larger.kind)]
+        if excluding:
+            return sorted(excluding, key=places.__getitem__)
+    return []

@@ -12,7 +12,7 @@ withdrawn.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from controller.cluster.device_index import DeviceIndex
 from controller.curation.offer_draft import STICKINESS, OfferDraft
@@ -89,7 +89,7 @@ class DisjointPlanner:
                 done.add(gang)
             elif planned.keys().isdisjoint(pending.key for pending in queue.of_pod(pod)):
                 planned |= plan.serve_pod(pod, preferred_nodes)
-        plan.fill(self._offers)
+        plan.fill(self._offers, ranked.standing_kinds(queue.asked))
         by_claim = {key: tuple(map(ranked.offer, places)) for key, places in planned.items()}
         requested = frozenset(place.spot.kind for places in planned.values() for place in places)
         return PlannedOffers(tuple(map(ranked.offer, sorted(plan.places))), requested, by_claim)
@@ -166,39 +166,46 @@ class _Plan:
                 self._unmet.add(need)
         return {}
 
-    def fill(self, count: int) -> None:
-        """Plan ``count`` more offers of each kind, if there is room."""
-        small_to_large = sorted(set(self._fleet.kinds) - {FULL, SHARE}, key=self._fleet.sizes.__getitem__)
+    def fill(self, count: int, standing: Mapping[OfferKind, Eligible]) -> None:
+        """Plan ``count`` more offers of each of the ``standing`` kinds, if there is room."""
+        small_to_large = sorted(standing.keys() - {FULL, SHARE}, key=self._fleet.sizes.__getitem__)
         one_of_each = [SHARE, *small_to_large]
         for kind in [FULL] * count + one_of_each * count:
-            place = self._spare(kind)
+            place = self._spare(kind, standing.get(kind))
             if place is not None:
                 self._add(place)
 
-    def _spare(self, kind: OfferKind) -> FleetPlace | None:
+    def _spare(self, kind: OfferKind, eligible: Eligible) -> FleetPlace | None:
         draft = self._draft(kind)
-        best = draft.best(None)
+        best = draft.best(eligible)
         if best is None:
             return None
-        kept = min(self._published_with_room(kind), key=lambda place: (draft.rank(place), place), default=None)
+        there = (place for place in self._published_with_room(kind) if self._fleet.within(place, eligible))
+        kept = min(there, key=lambda place: (draft.rank(place), place), default=None)
         if kept is not None and draft.rank(kept).growth <= best.ranked.terms.growth + STICKINESS:
             return kept
         return best.place
 
     def _one(self, requirements: ClaimRequirements, nodes: Nodes) -> list[FleetPlace]:
-        """A place for one device: a published offer, or else the one that causes the least fragmentation."""
-        kinds = self._feasibility.kinds(requirements.requests[0].selector, nodes)
-        published = [
-            place
-            for selected, group in kinds.items()
-            for place in self._published_with_room(selected.kind)
-            if selected.has(place.spot) and self._fleet.within(place, group)
-        ]
-        places = published or [place for selected, group in kinds.items() for place in self._best_of(selected, group)]
-        ranked = sorted((self._draft(place.spot.kind).rank(place), place) for place in places)
-        return [place for _, place in ranked[:1]]
+        """A place for one device of the smallest kind with room.
 
-    def _best_of(self, selected: SelectedKind, group: frozenset[str]) -> Iterable[FleetPlace]:
+        A published offer, or else the place that causes the least fragmentation.
+        """
+        kinds = self._feasibility.kinds(requirements.requests[0].selector, nodes)
+        for selected in self._feasibility.smallest_first(requirements.requests[0].selector, nodes):
+            group = kinds[selected]
+            published = [
+                place
+                for place in self._published_with_room(selected.kind)
+                if selected.has(place.spot) and self._fleet.within(place, group)
+            ]
+            places = published or self._best_of(selected, group)
+            if places:
+                rank = self._draft(selected.kind).rank
+                return [min(places, key=lambda place: (rank(place), place))]
+        return []
+
+    def _best_of(self, selected: SelectedKind, group: frozenset[str]) -> Sequence[FleetPlace]:
         """The best place of one kind; all places, where a selector picks single placements."""
         if selected.starts is not None:
             admits = self._draft(selected.kind).admits

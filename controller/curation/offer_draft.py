@@ -53,13 +53,13 @@ class OfferDraft:
 
     def add(self, place: FleetPlace) -> None:
         self.places.add(place)
-        self.growth += self._cliques[place.clique].growth(place.position, place.spot)
+        self.growth += self._cliques[place.clique].rank(place.position, place.spot).growth
         self._change(place.clique, self._cliques[place.clique].after(place.position, place.spot))
 
     def remove(self, place: FleetPlace) -> None:
         self._change(place.clique, self._without(place))
         self.places.remove(place)
-        self.growth -= self._cliques[place.clique].growth(place.position, place.spot)
+        self.growth -= self._cliques[place.clique].rank(place.position, place.spot).growth
 
     def count(self, eligible: Eligible) -> int:
         if eligible is None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from controller.cluster.fleet import Fleet, FleetGpu
+from controller.cluster.kind_sizes import KindSize, ProfileSizes, sizes_of
 from controller.demand.demand import Eligible
-from driver.model.offer import FULL, SHARE, DeviceKind, Offer, OfferKind, Spot
+from controller.demand.requirements import AskedKinds
+from driver.model.offer import DeviceKind, Offer, OfferKind, Spot
 from driver.placement.ranking import Ranked, RankedClique, Ranking, Terms
 
 MAX_SETS = 64
@@ -81,10 +82,21 @@ class RankedFleet:
         self.of_sets: dict[frozenset[str], Mapping[int, list[int]]] = {} if same is None else same.of_sets
         """The positions of sets of GPUs, as ``positions`` returns them."""
         self.kinds = sorted(frozenset[OfferKind]().union(*{clique.offered for clique in self.cliques}), key=str)
-        self.sizes: dict[OfferKind, float] = same.sizes if same is not None else _sizes(fleet)
-        """The memory slices of a partition of each kind; infinite for full GPUs, 0 for shares."""
+        self.sizes: Mapping[OfferKind, KindSize] = same.sizes if same is not None else sizes_of(fleet)
+        self.profiles: ProfileSizes = same.profiles if same is not None else ProfileSizes.of(fleet)
         self.candidates = {kind: self._candidates(kind, same, changed) for kind in self.kinds}
         """By kind, the best place of each clique that has one."""
+
+    def standing_kinds(self, asked: AskedKinds) -> dict[OfferKind, Eligible]:
+        """The kinds that are offered though no claim waits for them, and on which GPUs (None: on all).
+
+        Full GPUs, shares, the smallest profile of each product, and larger ones that somebody asks for, but none that
+        is as large as the GPU: a claim that matches several profiles takes the first that is offered.
+        """
+        kinds, profiles = frozenset(self.kinds), self.profiles
+        partitions = {**profiles.smallest, **dict.fromkeys(asked.kinds)}
+        standing = {kind: gpus for kind, gpus in partitions.items() if kind in kinds - profiles.whole}
+        return standing | {kind: None for kind in kinds if kind.type is not DeviceKind.PARTITION}
 
     def uuid(self, place: FleetPlace) -> str:
         return self.gpus_by_clique[place.clique][place.position].gpu.uuid
@@ -132,15 +144,6 @@ class RankedFleet:
         return candidates.changed(
             {clique: None if best is None else CliqueCandidate(best, clique) for clique, best in best_of.items()}
         )
-
-
-def _sizes(fleet: Fleet) -> dict[OfferKind, float]:
-    """Where profiles of one name differ between products, that of the first GPU counts."""
-    sizes = {FULL: math.inf, SHARE: 0.0}
-    for geometry in dict.fromkeys(gpu.state.geometry for gpu in fleet):
-        for profile, masks in geometry.windows.items():
-            sizes.setdefault(OfferKind(DeviceKind.PARTITION, profile), masks[0].bit_count())
-    return sizes
 
 
 def _changed(before: Sequence[tuple[FleetGpu, ...]], after: Sequence[tuple[FleetGpu, ...]]) -> list[int]:

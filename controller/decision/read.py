@@ -93,7 +93,7 @@ class ReadStage:
     ) -> None:
         """``wake`` is called after a change that the next decision may depend on."""
         self._cache = cache
-        self._kueue = KueueQueue(client, wake) if settings.kueue else None
+        self._kueue = KueueQueue(client, cache.templates, wake) if settings.kueue else None
         self._fleet, self._fleet_builder = Fleet(), FleetBuilder()
         self._devices = DeviceIndex()
         self._matching = Matching(settings.driver_name)

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from controller.demand.feasibility import Feasibility, Group, Nodes, SelectedKind
 from controller.demand.gpu_equivalence_classes import PLACEMENT_ATTRIBUTE
 from controller.demand.pending_claims import PendingClaim, Queue
-from controller.demand.requirements import ClaimRequirements, DeviceRequest
+from controller.demand.requirements import ClaimRequirements, DeviceRequest, joined
 from driver.model.offer import OfferKind
 
 NONE: Mapping[str, Nodes] = MappingProxyType({})
@@ -82,7 +82,10 @@ def _kinds_requested_whole(queue: Queue) -> Iterator[tuple[SelectedKind, Group]]
 
 
 def _of_claim(queue: Queue, pending: PendingClaim) -> Iterator[Demand]:
-    """For each request one demand for every kind of device that it selects."""
+    """For each request demand for the smallest kind of device that it selects and that there is room for.
+
+    The scheduler takes what is offered, so a larger one must not be: a claim for 2 GiB would get a whole GPU.
+    """
     requirements = queue.preferred_requirements(pending)
     if requirements is None:
         return
@@ -92,9 +95,12 @@ def _of_claim(queue: Queue, pending: PendingClaim) -> Iterator[Demand]:
         yield from on_one_node
         return
     for index, request in enumerate(requirements.requests):
-        concerning = (constraint for constraint in requirements.constraints if index in constraint.requests)
-        attributes = tuple(constraint.attribute for constraint in concerning if not constraint.distinct)
-        for selected in queue.feasibility.kinds(request.selector, nodes):
+        attributes = _equal_attributes(requirements, index) if requirements.constraints else ()
+        kinds = queue.feasibility.smallest_first(request.selector, nodes)
+        if len(kinds) > 1 and request.count is not None:
+            with_room = (kind for kind in kinds if queue.feasibility.has_room(request, kind, nodes, attributes))
+            kinds = [next(with_room, kinds[0])]
+        for selected in kinds:
             yield from _of_kind(queue.feasibility, request, selected, nodes, attributes)
 
 
@@ -130,7 +136,7 @@ def _on_one_node(
     One node is chosen if the claim has several requests or companions, or if all matching devices must be offered
     because sets of GPUs can't describe it: it selects or constrains placements, needs different values, has constraints
     of several requests, or devices of several kinds are allocated together. Of several kinds, the best place of one may
-    lie on the very GPU that another one needs.
+    lie on the very GPU that another one needs. The kinds are the smallest that the node can provide together.
     """
     feasibility, companions = queue.feasibility, queue.companions(pending)
     all_claims = [claim for claim in map(queue.preferred_requirements, companions) if claim is not None]
@@ -142,7 +148,7 @@ def _on_one_node(
     )
     constrained = constrains_placement or any(constraint.distinct or several for constraint in requirements.constraints)
     single = len(requirements.requests) == len(companions) == 1
-    mixed = len(kinds) > 1 and not (single and requirements.requests[0].count in {1, None})
+    mixed = len(kinds) > 1 and not (single and _is_of_one_kind(feasibility, requirements, kinds, nodes))
     offers_all = constrained or mixed or any(selected.starts is not None for selected in kinds)
     if single and not offers_all:
         return None
@@ -150,9 +156,26 @@ def _on_one_node(
     if node is None:
         return None
     only = frozenset({node})
+    small = feasibility.smallest_kinds(joined(all_claims), node) if len(kinds) > 1 else frozenset()
     return [
         Demand(selected.kind, count, gpus, all_devices=offers_all)
         for request in requirements.requests
         for selected, gpus in feasibility.kinds(request.selector, only).items()
-        if (count := feasibility.count(request, selected, only))
+        if (not small or selected.kind in small) and (count := feasibility.count(request, selected, only))
     ]
+
+
+def _is_of_one_kind(
+    feasibility: Feasibility, requirements: ClaimRequirements, kinds: Iterable[SelectedKind], nodes: Nodes
+) -> bool:
+    """Whether devices of one kind can satisfy the only request on some node, or it asks for all devices of a node."""
+    (request,), attributes = requirements.requests, _equal_attributes(requirements, 0)
+    return request.count in {1, None} or any(feasibility.has_room(request, kind, nodes, attributes) for kind in kinds)
+
+
+def _equal_attributes(requirements: ClaimRequirements, index: int) -> tuple[str, ...]:
+    """The attributes of which all devices of the request at ``index`` must have the same values."""
+    constraints = requirements.constraints
+    return tuple(
+        constraint.attribute for constraint in constraints if index in constraint.requests and not constraint.distinct
+    )

@@ -246,7 +246,16 @@ class _DeviceSearch:
         return total
 
     def _choices(self, index: int, states: States, values: Values) -> Iterator[tuple[int, Spot, Values]]:
-        """Spots for one more device and the values of the constraints with it; of equivalent spots the first."""
+        """Spots for one more device and the values of the constraints with it; of equivalent spots the first.
+
+        What is recorded is to be the smallest devices, so spots for these come first.
+        """
+        choices = self._different_choices(index, states, values)
+        if not self._records:
+            return choices
+        return iter(sorted(choices, key=lambda choice: slices_of(states[choice[0]], choice[1].kind)))
+
+    def _different_choices(self, index: int, states: States, values: Values) -> Iterator[tuple[int, Spot, Values]]:
         tried = set()
         later_requests_have_constraints = any(self._constraints[index + 1 :])
         for position, (state, matches) in enumerate(zip(states, self._matches[index], strict=True)):

@@ -13,8 +13,17 @@ from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 from controller.cluster.fleet import Fleet, FleetGpu, Hardware
-from controller.demand.device_search import Budget, SearchOutcome, States, fits, most_devices, refuses_request_for_all
-from controller.demand.requirements import ClaimRequirements, DeviceRequest
+from controller.cluster.kind_sizes import KindSize, sizes_of
+from controller.demand.device_search import (
+    Budget,
+    SearchOutcome,
+    States,
+    choose_devices,
+    fits,
+    most_devices,
+    refuses_request_for_all,
+)
+from controller.demand.requirements import AskedKindsMemory, ClaimRequirements, DeviceRequest
 from controller.demand.selected_devices import Selector, Selectors, shared_matches
 from driver.model.offer import OfferKind, Spot
 from driver.placement.occupancy import GpuState
@@ -66,7 +75,8 @@ class HardwareMemory:
     ``kinds`` by selector and nodes, and ``sets`` of GPUs by selector, kind, nodes and attributes. ``free`` slices and
     ``outcomes`` of a node hold as long as its GPUs are the same objects; ``order`` are the nodes by free slices.
     ``monitors``: by selector and minimum, the nodes on which it selects at least that many monitor devices, and how
-    many. ``present``, ``unheld`` and ``ideal`` are the last ``Feasibility`` of each kind.
+    many. ``asked``: what claims and templates ask for. ``sizes``: see ``sizes_of``. ``present``, ``unheld`` and
+    ``ideal`` are the last ``Feasibility`` of each kind.
     """
 
     hardware: Hardware | None
@@ -77,6 +87,8 @@ class HardwareMemory:
     having: Counter[OfferKind] = field(default_factory=Counter)
     monitors: dict[tuple[Selector, int], Mapping[str, int]] = field(default_factory=dict)
     outcomes: dict[ClaimRequirements, NodeOutcomes] = field(default_factory=dict)
+    asked: AskedKindsMemory = field(default_factory=AskedKindsMemory)
+    sizes: Mapping[OfferKind, KindSize] | None = None
     present: Feasibility | None = None
     unheld: Feasibility | None = None
     ideal: Feasibility | None = None
@@ -115,6 +127,8 @@ class Feasibility:
         self._outcomes: dict[Hashable, SearchOutcome] = {}
         self._found: dict[tuple[ClaimRequirements, Nodes], NodeSearch] = {}
         self._sets: dict[SetsQuery, list[list[str]]] = {}
+        self._rooms: dict[Hashable, bool] = {}
+        self._smallest: dict[tuple[ClaimRequirements, str], frozenset[OfferKind]] = {}
         self._groups: dict[Hashable, tuple[Group, ...]] = {}
 
     @property
@@ -238,6 +252,42 @@ class Feasibility:
                     gpus_of.setdefault(SelectedKind(*selected), []).extend(gpus)
             _remember(memory, query, {kind: frozenset(gpus) for kind, gpus in gpus_of.items()}, MAX_SELECTIONS)
         return memory[query]
+
+    def smallest_first(self, selector: Selector, nodes: Nodes | None = None) -> list[SelectedKind]:
+        """The ``kinds`` by the memory of their devices, then by their compute slices; None: on all nodes."""
+        if self._memory.sizes is None:
+            self._memory.sizes = sizes_of(self.fleet)
+        sizes, kinds = self._memory.sizes, self.kinds(selector, frozenset(self.fleet.nodes) if nodes is None else nodes)
+        return sorted(kinds, key=lambda selected: (sizes[selected.kind], sorted(selected.starts or ())))
+
+    def has_room(
+        self, request: DeviceRequest, selected: SelectedKind, nodes: Nodes, attributes: tuple[str, ...]
+    ) -> bool:
+        """Whether as many ``selected`` devices as the request counts are free on a node, of equal ``attributes``."""
+        query = (request, selected, nodes, attributes)
+        if query not in self._rooms:
+            if request.count == 1 and not attributes:
+                only, gpus = shared_matches((selected,)), self.kinds(request.selector, nodes)[selected]
+                able = (gpu for node in self.nodes if node in nodes for gpu in self._free_on(node) if gpu in gpus)
+                room = any(most_devices(self.state(self.fleet.gpus[gpu]), only) for gpu in able)
+            else:
+                sets, count = self.gpu_sets(request, selected, nodes, attributes), self.count(request, selected, nodes)
+                room = any(self._capacity(gpus, selected) >= count > 0 for gpus in sets)
+            _remember(self._rooms, query, room)
+        return self._rooms[query]
+
+    def _free_on(self, node: str) -> Iterator[str]:
+        gpus, free = self._memory.free[node]
+        return (gpu.gpu.uuid for gpu in gpus) if free else iter(())
+
+    def smallest_kinds(self, requirements: ClaimRequirements, node: str) -> frozenset[OfferKind]:
+        """The kinds of the smallest devices that satisfy ``requirements`` on ``node``; empty if none are found."""
+        query = (requirements, node)
+        if query not in self._smallest:
+            gpus, states = self.fleet.nodes[node], self.states(node)
+            chosen = choose_devices(gpus, states, requirements, self.matching.value, Budget())
+            _remember(self._smallest, query, frozenset(spot.kind for _, spot in chosen))
+        return self._smallest[query]
 
     def monitors(self, request: DeviceRequest) -> Mapping[str, int]:
         """The nodes with enough GPUs whose monitor device a request with adminAccess selects, and how many they have.

@@ -22,6 +22,7 @@ from controller.demand.node_eligibility import Eligibility, Excluded, condition_
 from controller.demand.pod_requests import requested, total
 from controller.demand.requirements import (
     MAX_COMBINATIONS,
+    AskedKinds,
     ClaimRequirements,
     DeviceRequest,
     RefusedRequest,
@@ -79,8 +80,8 @@ class Queue:
         self.pending = pending_claims(cluster.claims.unallocated, cluster.classes, cluster.pods)
         self.eligibility = eligibility or Eligibility(cluster.nodes)
         self.eligibility.forget_unused()
-        reader = RequirementsReader(matching, cluster.classes, fleet)
-        read = [(pending, reader.read(pending.claim)) for pending in self.pending]
+        self._reader = RequirementsReader(matching, cluster.classes, fleet)
+        read = [(pending, self._reader.read(pending.claim)) for pending in self.pending]
         self._requirements = {pending.key: claim.requirements for pending, claim in read}
         self.requests_for_all = [(pending, request) for pending, claim in read for request in claim.requests_for_all]
         """Pending claims with each request for all devices of a node, which matches held devices, too."""
@@ -194,6 +195,12 @@ class Queue:
 
     def of_pod(self, pod: Pod) -> list[PendingClaim]:
         return self._claims_of_pod.get(str(pod.metadata.key), [])
+
+    @cached_property
+    def asked(self) -> AskedKinds:
+        """What all claims and templates of the cluster ask for, pending or not."""
+        memory = self.feasibility.matching.memory.asked
+        return memory.update(self.cluster, self._reader, self.feasibility.smallest_first)
 
     def room(self, gang: Gang) -> Room:
         """How many pods of ``gang`` there is room for at most.

@@ -1,12 +1,17 @@
-"""The requirements of claims: their requests with compiled selectors, for each combination of alternatives (pure)."""
+"""The requirements of claims: their requests with compiled selectors, for each combination of alternatives (pure).
+
+Also which kinds of devices all claims and templates of the cluster ask for, whether a pod waits for them or not: a
+device of a larger profile is offered before a claim waits for it only where somebody is known to want it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, product, repeat
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
+from controller.cluster.claim_index import ClusterState, WrittenSpec
 from controller.cluster.fleet import Fleet
 from controller.demand.selected_devices import Selector, Selectors
 from driver.config.suggestions import meant
@@ -14,17 +19,23 @@ from driver.errors import CelError
 from driver.kube.types import (
     MAX_DEVICES,
     Claim,
+    ClaimSpec,
     DeviceClass,
     DeviceConstraint,
     DeviceSelector,
     ExactDeviceRequest,
+    Metadata,
     Quantity,
     Request,
     Toleration,
 )
+from driver.model.offer import OfferKind
 
 MAX_COMBINATIONS = 64
 """Combinations of a claim's alternatives that are considered, in the scheduler's order."""
+
+MAX_SPECS = 512
+"""Different specs of claims, and of templates, whose kinds are considered: a tenant may write any number of them."""
 
 SHOWN_CLASSES = 6
 """DeviceClasses that a message names."""
@@ -236,3 +247,66 @@ def _refused(request: str, error: CelError) -> RefusedRequest:
     where = "" if error.position is None else f"at character {error.position + 1}: "
     sentence = f"request {request}: the selector {error.expression!r} can't be evaluated: {where}{error}"
     return RefusedRequest("SelectorRefused", sentence)
+
+
+class AskedKinds(NamedTuple):
+    """``kinds``: the smallest that each request selects. ``choices``: all of them, for requests that select several."""
+
+    kinds: frozenset[OfferKind] = frozenset()
+    choices: frozenset[frozenset[OfferKind]] = frozenset()
+
+
+NOTHING_ASKED = AskedKinds()
+
+
+class KindOfSelected(Protocol):
+    @property
+    def kind(self) -> OfferKind: ...
+
+
+class SmallestFirst(Protocol):
+    """The kinds of devices that a selector selects in the whole cluster, the smallest first."""
+
+    def __call__(self, selector: Selector, /) -> Sequence[KindOfSelected]: ...
+
+
+@dataclass
+class AskedKindsMemory:
+    """What was asked for last, in one state of the hardware. ``of_spec``: by identity of the spec."""
+
+    classes: tuple[DeviceClass, ...] = ()
+    written: tuple[object, ...] | None = None
+    of_spec: dict[int, tuple[ClaimSpec, AskedKinds]] = field(default_factory=dict)
+    asked: AskedKinds = NOTHING_ASKED
+
+    def update(self, cluster: ClusterState, reader: RequirementsReader, smallest_first: SmallestFirst) -> AskedKinds:
+        """What all claims, allocated or not, and all templates ask for; every alternative of a request counts."""
+        if self.classes != cluster.classes:
+            self.classes, self.written, self.of_spec = cluster.classes, None, {}
+        written = (cluster.claims.specs, cluster.templates)
+        if self.written != written:
+            before, self.of_spec, self.written = self.of_spec, {}, written
+            of_templates = (WrittenSpec(at.metadata.namespace, at.spec.spec) for at in cluster.templates[:MAX_SPECS])
+            for namespace, spec in (*of_templates, *cluster.claims.specs[:MAX_SPECS]):
+                remembered = before.get(id(spec))
+                asked = _asked_by(spec, namespace, reader, smallest_first) if remembered is None else remembered[1]
+                self.of_spec[id(spec)] = spec, asked
+            by_spec = [asked for _, asked in self.of_spec.values()]
+            self.asked = AskedKinds(
+                frozenset[OfferKind]().union(*(asked.kinds for asked in by_spec)),
+                frozenset[frozenset[OfferKind]]().union(*(asked.choices for asked in by_spec)),
+            )
+        return self.asked
+
+
+def _asked_by(spec: ClaimSpec, namespace: str, reader: RequirementsReader, smallest_first: SmallestFirst) -> AskedKinds:
+    kinds, choices = set[OfferKind](), set[frozenset[OfferKind]]()
+    requirements = reader.read(Claim(Metadata("", namespace), spec)).requirements
+    combinations = () if isinstance(requirements, RefusedRequest) else requirements
+    requests = (request for combination in combinations for request in combination.requests)
+    for selector in {request.selector for request in requests if request.count is not None}:
+        selected = [selected_kind.kind for selected_kind in smallest_first(selector)]
+        kinds |= {*selected[:1]}
+        if len(selected) > 1:
+            choices.add(frozenset(selected))
+    return AskedKinds(frozenset(kinds), frozenset(choices))

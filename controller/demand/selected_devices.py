@@ -155,7 +155,7 @@ class Selector:
         """The devices that it selects of each group of equivalent GPUs, or fails for, and the UUIDs of these GPUs."""
         for example, gpus in self._classes.groups(fleet):
             matches = self.on(example)
-            if matches or matches.failures:
+            if matches.starts_by_kind or matches.failures:
                 yield matches, gpus
 
     def _matches_of_class(self, class_number: int, gpu: FleetGpu, kind: DeviceKind) -> Matches:

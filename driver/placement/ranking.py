@@ -137,10 +137,6 @@ class RankedClique:
         """The terms of ``spot``, which must be possible, on the GPU at ``position``."""
         return self._terms(self.gpus[position], self.gpus[position].places(spot.kind)[spot], spot.kind)
 
-    def growth(self, position: int, spot: Spot) -> float:
-        """The first of the terms of ``spot`` alone."""
-        return self._growth(self.gpus[position], self.gpus[position].places(spot.kind)[spot])
-
     def best(self, key: OfferKind) -> Ranked | None:
         """The best place of ``key``, or None if there is none."""
         if key not in self._best:
@@ -188,7 +184,7 @@ def placements_left(state: GpuState) -> int:
     return sum(1 for masks in state.geometry.windows.values() for mask in masks if not mask & state.mask)
 
 
-KIND_ORDER = (DeviceKind.FULL, DeviceKind.SHARE, DeviceKind.PARTITION)
+KIND_ORDER = (DeviceKind.SHARE, DeviceKind.PARTITION, DeviceKind.FULL)
 
 RANKING = Ranking()
 """The ranking with equal weights; its only state is its caches."""
@@ -200,9 +196,9 @@ BLOCKED = LocalTerms(float("inf"), 0, 0, 0.0)
 def order_offers(devices: Iterable[Device], occupied: Mapping[str, int]) -> list[Device]:
     """Sort ``devices`` in the order in which the scheduler should see them.
 
-    Full GPUs first, then shares, those of GPUs in use first, then profiles from small to large (a device that
-    doesn't match costs the scheduler a CEL evaluation, and small ones are asked for most), inside a profile the
-    best placement first. ``occupied`` maps a GPU's UUID to its taken memory slices.
+    Small devices first: a claim gets the first one that it matches, and should not get a whole GPU where a part will
+    do. Shares, those of GPUs in use first, then profiles by their memory, inside a profile the best placement first,
+    full GPUs last. ``occupied`` maps a GPU's UUID to its taken memory slices.
     """
     offers = list(devices)
     by_uuid = {device.gpu.uuid: device.gpu for device in offers}
@@ -216,5 +212,5 @@ def _key(device: Device, gpu: RankedGpu) -> tuple[int, int, int, str, tuple[floa
         return (kind, 0, 0, "", (0.0, -gpu.state.mask.bit_count(), 0, 0), *name)
     spot = device.spot
     local = gpu.places(spot.kind).get(spot, BLOCKED)
-    size = (device.profile.compute_slices, device.profile.memory_bytes, device.profile.name)
+    size = (device.profile.memory_bytes, device.profile.compute_slices, device.profile.name)
     return (kind, *size, (local.of_gpu, gpu.free, local.left, local.at), *name)

@@ -78,7 +78,8 @@ def simulate(
     content = _changed(content, gone, uncordon, driver_name)
     reader = Reader((lambda key: find_template(client, key)) if client is not None else lambda _: None, content.nodes)
     given = reader.read(_documents(paths))
-    content = replace(content, classes={**content.classes, **given.classes})
+    templates = (*content.templates, *given.templates)
+    content = replace(content, classes={**content.classes, **given.classes}, templates=templates)
     if fill is not None and fill not in content.classes:
         raise UsageError(f"--fill {fill}: there is no such DeviceClass; there are {', '.join(sorted(content.classes))}")
     # Claims and pending pods of the cluster that are in the files, too, exist once: as they are in the cluster.

@@ -31,6 +31,7 @@ from driver.kube.slice_types import DetailedDevice, DetailedSlice, DetailedSlice
 from driver.kube.types import (
     Claim,
     ClaimStatus,
+    ClaimTemplate,
     DeviceClass,
     DeviceTaintRule,
     ExactDeviceRequest,
@@ -62,7 +63,7 @@ class ClusterContent:
 
     ``policies``: what the nodes publish that do not follow the controller's plans. ``rules`` taint devices.
     ``offers`` are those of the real controller; None: it would first decide anew. ``unreported`` are nodes whose GPUs
-    are not known.
+    are not known. ``templates``: what claims are made from sooner or later.
     """
 
     fleet: Fleet = field(default_factory=Fleet)
@@ -73,6 +74,7 @@ class ClusterContent:
     policies: Mapping[str, PublishPolicy] = field(default_factory=dict)
     mode: OfferMode = OfferMode.COUNTERS
     rules: tuple[DeviceTaintRule, ...] = ()
+    templates: tuple[ClaimTemplate, ...] = ()
     offers: frozenset[Offer] | None = None
     unreported: UnreportedNodes = ALL_REPORTED
 
@@ -213,7 +215,8 @@ class ImaginedCluster:
         pending = (claim for key, claim in self._claims.items() if key in needed and claim.status.allocation is None)
         nodes, classes = tuple(self._nodes.values()), tuple(self._content.classes.values())
         claims, pods = self._index.view(pending), tuple(self._waiting)
-        state = ClusterState(claims, classes, pods, nodes, taint_rules=self._content.rules)
+        content = self._content
+        state = ClusterState(claims, classes, pods, nodes, taint_rules=content.rules, templates=content.templates)
         return Queue(state, self.fleet, self._matching, self._eligibility)
 
     def _decide(self, *, keep: bool = True, widened: Mapping[str, Nodes] | None = None) -> None:
@@ -225,7 +228,7 @@ class ImaginedCluster:
             self._planned = chosen.by_claim or {}
             self._publish(chosen.offers)
             return
-        offers = self._curator.curate(self.fleet, demand_of(queue, wide), current)
+        offers = self._curator.curate(self.fleet, demand_of(queue, wide), current, asked=queue.asked)
         self._publish({*offers, *(current if keep else ())})
 
     def _widen(self, pods: Collection[Pod]) -> None:

@@ -87,6 +87,7 @@ def of_cluster(client: KubeClient, view: ClusterView, driver: str) -> ClusterCon
         policies={name: policy for name, policy in policies.items() if policy is not None},
         mode=decide_offer_mode("auto", version, view.snapshot.views).mode,
         rules=cluster.taint_rules,
+        templates=cluster.templates,
         offers=frozenset(view.devices.offered),
         unreported=replace(unreported_nodes(view.snapshot, view.clock), may_report=False),
     )

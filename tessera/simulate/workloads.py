@@ -48,7 +48,7 @@ Parsed = TypeVar("Parsed")
 
 @dataclass
 class Workloads:
-    """The pods in the order of the manifests, their claims, and the DeviceClasses.
+    """The pods in the order of the manifests, their claims, the ResourceClaimTemplates and the DeviceClasses.
 
     ``ignored`` are other objects, ``untried`` those that seem to make pods and have no pod template, and ``notes``
     say what was read in a way that may surprise.
@@ -60,6 +60,7 @@ class Workloads:
     ignored: list[str] = field(default_factory=list)
     untried: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    templates: list[ClaimTemplate] = field(default_factory=list)
 
 
 class Reader:
@@ -114,6 +115,7 @@ class Reader:
             case "ResourceClaimTemplate":
                 template = _convert(document, content, ClaimTemplate)
                 self._templates[template.metadata.key] = template.spec.spec
+                self._found.templates.append(template)
             case kind:
                 if templates := list(pod_templates(content)):
                     return templates

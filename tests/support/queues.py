@@ -11,7 +11,7 @@ from controller.cluster.claim_index import ClaimIndex, ClusterState
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import PendingClaim, Queue
-from driver.kube.types import Claim, DeviceClass, DeviceTaintRule, Key, Node, Pod, PodGroup
+from driver.kube.types import Claim, ClaimTemplate, DeviceClass, DeviceTaintRule, Key, Node, Pod, PodGroup
 from driver.model.gpu import Gpu
 from tests.support.gpus import H100, gpu_of
 
@@ -77,6 +77,7 @@ class Situation:
     matching: Matching = field(default_factory=lambda: Matching(DRIVER))
     pod_groups: dict[Key, PodGroup] = field(default_factory=dict)
     taint_rules: list[DeviceTaintRule] = field(default_factory=list)
+    templates: list[ClaimTemplate] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.device_class("any", OURS)
@@ -101,6 +102,13 @@ class Situation:
         metadata = {"name": name, "namespace": "default", "uid": name, **more.pop("metadata", {})}
         self.claims.append(msgspec.convert({"metadata": metadata, "spec": spec, **more}, Claim))
         return name
+
+    def template(self, name: str, *requests: dict[str, Any]) -> None:
+        raw = {
+            "metadata": {"name": name, "namespace": "default"},
+            "spec": {"spec": {"devices": {"requests": requests}}},
+        }
+        self.templates.append(msgspec.convert(raw, ClaimTemplate))
 
     def pod(self, name: str, *claims: str, status: dict[str, Any] | None = None, **spec: Any) -> None:
         """A pending pod that uses ``claims``."""
@@ -139,6 +147,7 @@ class Situation:
             tuple(self.nodes.values()),
             self.pod_groups,
             tuple(self.taint_rules),
+            tuple(self.templates),
         )
         return Queue(objects, Fleet.of(self.gpus), self.matching)
 

@@ -16,8 +16,6 @@ SILENT_SECONDS = 2.0
 
 NO_REPORT, REPORTS = "no scheduler has reported", "the scheduler reports"
 
-DEFAULT_SCHEDULER = "default-scheduler"
-
 EXPECTED = re.compile(
     r"cannot allocate all claims|resourceclaim not available on the node|taint|node affinity/selector"
     r"|were unschedulable|requested node name",
@@ -79,7 +77,7 @@ class SchedulerActivity:
         """Pods of which no scheduler reports anything, because others of their gang are missing."""
         latest: dict[str, str] = {}
         for pod in queue.cluster.pods:
-            name = _scheduler(pod)
+            name = pod.spec.scheduler_name
             times = (
                 condition.last_transition_time or ""
                 for condition in pod.status.conditions
@@ -93,7 +91,7 @@ class SchedulerActivity:
         created = pod.metadata.creation_timestamp
         if created is None or age_of(pod, self._clock) < SILENT_SECONDS or pod.metadata.key in self._untried:
             return False
-        return self._latest.get(_scheduler(pod), "") < created
+        return self._latest.get(pod.spec.scheduler_name, "") < created
 
 
 def with_scheduler(reason: ClaimReason, activity: SchedulerActivity) -> ClaimReason:
@@ -117,10 +115,6 @@ def age_of(pod: Pod, clock: Clock) -> float:
 
 def no_report(pod: Pod) -> str:
     """The cause where no scheduler has reported on ``pod``."""
-    name = _scheduler(pod)
+    name = pod.spec.scheduler_name
     group = "" if pod.pod_group is None else f"does its PodGroup {pod.pod_group.name} exist, and "
     return f"{NO_REPORT} on pod {pod.metadata.name}; {group}does a scheduler named {name} run?"
-
-
-def _scheduler(pod: Pod) -> str:
-    return pod.spec.scheduler_name or DEFAULT_SCHEDULER

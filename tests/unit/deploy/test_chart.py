@@ -435,12 +435,11 @@ class TestTheRights:
     def test_are_exactly_the_documented_ones_each_with_a_reason(self) -> None:
         assert self.granted({"controller": {"kueue": True, "webAddress": ":8082"}}) == self.documented()
 
-    def test_to_read_workloads_and_templates_are_granted_only_to_a_controller_that_reads_kueues_queue(self) -> None:
+    def test_to_read_workloads_are_granted_only_to_a_controller_that_reads_kueues_queue(self) -> None:
         values = {"controller": {"kueue": True}}
         more = self.granted(values) - self.granted()
         assert {(who, what, verbs) for who, _, what, _, verbs in more} == {
             ("tessera-controller", "kueue.x-k8s.io/workloads", "list, watch"),
-            ("tessera-controller", "resource.k8s.io/resourceclaimtemplates", "list, watch"),
         }
         flags = [strings(each) for each in rendered(values) if each["kind"] == "Deployment"]
         assert "--kueue" in chain.from_iterable(flags)

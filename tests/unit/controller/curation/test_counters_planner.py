@@ -13,10 +13,13 @@ from controller.cluster.fleet import Fleet
 from controller.curation.counters_planner import CountersPlanner
 from controller.curation.ranked_fleet import RankedFleet
 from controller.demand.demand import Demand
+from controller.demand.requirements import AskedKinds
+from driver.model.device import Device
+from driver.model.gpu import MigMode
 from driver.model.offer import FULL, SHARE, DeviceKind, Offer, OfferKind, Spot
 from driver.placement.ranking import Ranking, Terms
 from tests.support.fleets import SMALL, holding, node, partition, possible, take
-from tests.support.queues import Situation, node_of, profile, request
+from tests.support.queues import Situation, fleet_gpu, node_of, profile, request
 
 CURATOR = CountersPlanner(Ranking())
 
@@ -38,6 +41,10 @@ def gpus_of(offers: Iterable[Offer], key: OfferKind) -> set[str]:
     return {offer.gpu for offer in offers if offer.spot.kind == key}
 
 
+def offer_of(device: Device) -> Offer:
+    return device.offer
+
+
 def terms_of(fleet: Fleet, offer: Offer) -> Terms:
     ranked = RankedFleet(fleet, CURATOR.ranking)
     place = ranked.place(offer)
@@ -45,15 +52,52 @@ def terms_of(fleet: Fleet, offer: Offer) -> Terms:
     return ranked.terms(place)
 
 
-def test_two_of_everything_stand_though_nobody_waits() -> None:
+A100_40 = "NVIDIA A100-SXM4-40GB"
+PROFILES = ("1g.10gb", "1g.10gb+me", "1g.20gb", "2g.20gb", "3g.40gb", "4g.40gb", "7g.80gb")
+
+
+def asked(*names: str) -> AskedKinds:
+    return AskedKinds(frozenset(map(partition, names)))
+
+
+def test_two_full_gpus_and_two_of_the_smallest_profile_stand_though_nobody_waits() -> None:
     offers = CURATOR.curate(fleet_of("a", "b", "c"))
-    for key in (
-        FULL,
-        *map(partition, ("1g.10gb", "1g.10gb+me", "1g.20gb", "2g.20gb", "3g.40gb", "4g.40gb", "7g.80gb")),
-    ):
-        assert len(of_key(offers, key)) == 2, key
-    assert not of_key(offers, SHARE)
-    assert len(offers) == 16
+    assert Counter(str(offer.spot.kind) for offer in offers) == {"full": 2, "1g.10gb": 2}
+
+
+def test_larger_profiles_stand_where_somebody_asks_for_them_but_never_one_as_large_as_the_gpu() -> None:
+    offers = CURATOR.curate(fleet_of("a", "b", "c"), asked=asked(*PROFILES))
+    expected = dict.fromkeys(("full", *PROFILES[:-1]), 2)
+    assert Counter(str(offer.spot.kind) for offer in offers) == expected
+
+
+def test_each_product_has_standing_offers_of_its_own_smallest_profile() -> None:
+    small_a100 = [fleet_gpu("a", number, A100_40, facts={"mig_mode": MigMode.ENABLED}) for number in range(2)]
+    offers = CURATOR.curate(Fleet.of([*node("h", 2), *small_a100]))
+    assert Counter((offer.gpu[0], str(offer.spot.kind)) for offer in offers if offer.spot.kind != FULL) == {
+        ("h", "1g.10gb"): 2,
+        ("a", "1g.5gb"): 2,
+    }, "an A100 of 40 GB has a 1g.10gb, too, which is not its smallest"
+
+
+def test_a_profile_as_large_as_the_gpu_is_offered_as_often_as_claims_wait_for_it() -> None:
+    whole = partition("7g.80gb")
+    assert len(of_key(CURATOR.curate(fleet_of("a", "b"), [Demand(whole, 1)]), whole)) == 1
+
+
+def test_a_larger_offer_can_not_be_taken_before_a_smaller_one_of_its_gpu_by_a_claim_that_accepts_both() -> None:
+    either = AskedKinds(frozenset(), frozenset({frozenset(map(partition, PROFILES))}))
+    fleet = fleet_of("a", "b")
+    offers = CURATOR.curate(fleet, [Demand(partition("7g.80gb"), 1), Demand(partition("3g.40gb"), 2)], asked=either)
+    larger = [offer for offer in offers if offer.spot.kind not in {SMALL, FULL}]
+    small = [offer for offer in offers if offer.spot.kind == SMALL]
+    assert len(larger) == 3
+    for offer in larger:
+        assert any(offer not in map(offer_of, possible(take(fleet, each).gpus[offer.gpu])) for each in small), offer
+    again = CURATOR.curate(
+        fleet, [Demand(partition("7g.80gb"), 1), Demand(partition("3g.40gb"), 2)], offers, asked=either
+    )
+    assert again == offers
 
 
 def test_partitions_gather_on_the_node_that_is_cut_already() -> None:
@@ -166,8 +210,7 @@ def test_partitions_of_one_gpu_are_asked_for_together_too() -> None:
 def test_an_offer_that_is_only_a_little_worse_stays() -> None:
     fleet = holding(fleet_of("a", "b", "c"), {"a/0": "mig-1g10gb-6"})
     little = offer("a/0", "3g.40gb", 0)
-    best = CURATOR.curate(fleet)
-    assert little in best
+    assert little in CURATOR.curate(fleet, asked=asked("3g.40gb"))
     patient = CountersPlanner(CURATOR.ranking, offers=1, stickiness=100.0)
     worse = offer("c/1", "1g.10gb", 0)
     assert worse in patient.curate(fleet, published=[worse])

@@ -14,6 +14,7 @@ from driver.model.offer import DeviceKind, OfferKind
 from tests.support.gpus import H100
 from tests.support.queues import (
     FULL,
+    OURS,
     SHARE,
     Situation,
     first_available,
@@ -50,10 +51,68 @@ def test_a_class_alone_decides_where_the_request_has_no_selector() -> None:
     assert demand_of(there.wants(request("small")).queue) == [Demand(SMALL, 1)]
 
 
-def test_a_selector_that_several_kinds_of_device_meet_asks_for_each_of_them() -> None:
-    there = Situation(node_of("a")).wants(request(selector=selected_by('profile.startsWith("1g.")')))
-    keys = {str(demand.kind): demand.count for demand in demand_of(there.queue)}
-    assert keys == {"1g.10gb": 1, "1g.10gb+me": 1, "1g.20gb": 1}
+MEMORY = 'device.capacity["gpu.tessera.dev"].memory.compareTo(quantity("{}")) >= 0'
+
+
+@pytest.mark.parametrize(
+    ("selector", "held", "expected"),
+    [
+        pytest.param(selected_by('type == "mig"'), [], {"1g.10gb": 1}, id="any partition"),
+        pytest.param(f"{OURS} && {MEMORY.format('9Gi')}", [], {"1g.10gb": 1}, id="full GPUs, too"),
+        pytest.param(f"{OURS} && {MEMORY.format('38Gi')}", [], {"3g.40gb": 1}, id="by memory"),
+        pytest.param(
+            selected_by('type == "mig"'),
+            [f"mig-1g10gb-{start}" for start in range(6)] + ["mig-1g10gbme-6"],
+            {"1g.10gb": 1},
+            id="nothing is free",
+        ),
+        pytest.param(
+            selected_by('type == "mig"', 'profile != "1g.10gb"', 'profile != "1g.10gb+me"'),
+            ["mig-1g20gb-0", "mig-1g20gb-2"],
+            {"1g.20gb": 1},
+            id="the smallest is free",
+        ),
+        pytest.param(
+            selected_by('profile in ["1g.10gb+me", "3g.40gb", "7g.80gb"]'),
+            ["mig-1g10gbme-0"],
+            {"3g.40gb": 1},
+            id="the smallest is used up",
+        ),
+    ],
+)
+def test_a_claim_that_several_kinds_would_serve_asks_for_the_smallest_with_room(
+    selector: str, held: list[str], expected: dict[str, int]
+) -> None:
+    there = Situation(node_of("a", *held)).wants(request(selector=selector))
+    assert {str(demand.kind): demand.count for demand in demand_of(there.queue)} == expected
+
+
+def test_a_claim_for_two_devices_of_any_kind_asks_for_two_small_ones() -> None:
+    there = Situation(node_of("a")).wants(request(selector=selected_by('type == "mig"'), count=2))
+    assert {(str(demand.kind), demand.count) for demand in demand_of(there.queue)} == {("1g.10gb", 2)}
+
+
+def test_a_claim_of_two_requests_asks_for_the_smallest_devices_that_fit_together() -> None:
+    requests = (request(name="small", selector=selected_by('type == "mig"')), request(name="full", selector=FULL))
+    there = Situation(node_of("a")).wants(*requests)
+    assert {str(demand.kind) for demand in demand_of(there.queue)} == {"1g.10gb", "full"}
+
+
+def test_an_alternative_that_is_not_the_last_is_asked_for_by_name() -> None:
+    there = Situation(node_of("a"))
+    there.template("either", first_available(("large", profile("3g.40gb")), ("small", profile("1g.10gb"))))
+    assert {kind.profile for kind in there.queue.asked.kinds} == {"3g.40gb", "1g.10gb"}
+
+
+def test_what_claims_and_templates_ask_for_is_the_smallest_of_what_they_accept() -> None:
+    there = Situation(node_of("a"))
+    there.template("any", request(selector=selected_by('type == "mig"')))
+    there.claim("large", request(selector=f"{OURS} && {MEMORY.format('38Gi')}"))
+    asked = there.queue.asked
+    assert {kind.profile for kind in asked.kinds} == {"1g.10gb", "3g.40gb"}
+    assert {len(choice) for choice in asked.choices} == {7, 4}
+    there.claims.clear()
+    assert {kind.profile for kind in there.queue.asked.kinds} == {"1g.10gb"}
 
 
 @pytest.mark.parametrize(

@@ -136,9 +136,9 @@ CASES: dict[str, tuple[list[Object], dict[str, list[str] | str]]] = {
         [pod("a", containers=[{"resources": {"limits": {"nvidia.com/gpu": "1"}}}])],
         {"a": "ResourceNotMapped"},
     ),
-    "a class of the file": (
+    "a class of the file, which selects full GPUs, too": (
         [device_class("own", f'device.attributes["{OURS}"].architecture == "Hopper"'), claim("a", asked("own"))],
-        {"pod-of-a": ["h100-1-1/gpu/gpu-0"]},
+        {"pod-of-a": ["h100-1-1/gpu/gpu-0-mig-1g10gb-6"]},
     ),
     "a constraint that no two devices meet": (
         [claim("a", asked("gpu-inference-1g-10gb", count=2), constraints=[matching(f"{OURS}/uuid")])],
@@ -155,11 +155,11 @@ def test_each_pod_gets_devices_or_a_reason(case: str) -> None:
 
 
 def test_a_selector_that_fails_stops_the_scheduler_and_is_named() -> None:
-    own = device_class("own", f'device.attributes["{OURS}"].placementStart == 2')
+    own = device_class("own", f'device.attributes["{OURS}"].memoryType.startsWith("HBM")')
     found = simulated([own, claim("a", asked("own"))], "--nodes", "h100-1", code=1)
     message = str(outcome(found)["pod-of-a"])
     assert message.startswith("the scheduler fails: class own: ")
-    assert "no such key: placementStart" in message
+    assert "no such key: memoryType" in message
 
 
 def test_the_table_has_devices_and_reasons_and_then_a_picture() -> None:
