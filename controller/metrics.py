@@ -17,6 +17,7 @@ from controller.cluster.cache import Snapshot
 from controller.cluster.fleet import Fleet
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.eviction.evictor import Outcome, Trigger
+from controller.report.larger_devices import LargerDevices, TakenSize
 from controller.report.slice_states import GpuUse, RequestedKinds, SliceState, capacity_of
 from driver.kube.types import Claim, GpuNodePlan
 from driver.model.offer import Offer, OfferKind
@@ -61,12 +62,22 @@ class ControllerMetrics(Collector):
         )
         for labels in product(Trigger, Outcome):
             self._evictions.labels(*labels)
+        self._larger = Counter(
+            "tessera_larger_devices_taken_total",
+            "Devices allocated to claims that accept smaller ones of the same GPU: a part of it, or all.",
+            ["size"],
+            registry=registry,
+        )
+        for size in TakenSize:
+            self._larger.labels(size)
+        self._larger_devices = LargerDevices()
         registry.register(self)
 
     def claim_changed(self, old: Claim | None, new: Claim | None) -> None:
         """Observe the change of a claim; one that was allocated before it was seen does not count."""
         if old is None or new is None or old.status.allocation is not None or new.status.allocation is None:
             return
+        self._larger_devices.note(new)
         created = new.metadata.creation_timestamp
         if created is not None:
             self._allocated.observe(max(0.0, self._now() - datetime.fromisoformat(created).timestamp()))
@@ -79,6 +90,8 @@ class ControllerMetrics(Collector):
         Only notes: counting everything takes as long as a decision.
         """
         self._requested.update(queue, fleet, snapshot.changed.names, self._now())
+        for size, count in self._larger_devices.update(queue, fleet).items():
+            self._larger.labels(size).inc(count)
         classes = {device_class.metadata.name for device_class in queue.cluster.classes}
         pending = tuple((class_of(claim, classes), reasons.get(claim.key, WAITS)) for claim in queue.pending)
         self._decided = CountedDecision(fleet, frozenset(offered), self._requested.kinds, pending, snapshot.plans)

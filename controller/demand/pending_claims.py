@@ -80,8 +80,8 @@ class Queue:
         self.pending = pending_claims(cluster.claims.unallocated, cluster.classes, cluster.pods)
         self.eligibility = eligibility or Eligibility(cluster.nodes)
         self.eligibility.forget_unused()
-        self._reader = RequirementsReader(matching, cluster.classes, fleet)
-        read = [(pending, self._reader.read(pending.claim)) for pending in self.pending]
+        self.reader = RequirementsReader(matching, cluster.classes, fleet)
+        read = [(pending, self.reader.read(pending.claim)) for pending in self.pending]
         self._requirements = {pending.key: claim.requirements for pending, claim in read}
         self.requests_for_all = [(pending, request) for pending, claim in read for request in claim.requests_for_all]
         """Pending claims with each request for all devices of a node, which matches held devices, too."""
@@ -200,7 +200,7 @@ class Queue:
     def asked(self) -> AskedKinds:
         """What all claims and templates of the cluster ask for, pending or not."""
         memory = self.feasibility.matching.memory.asked
-        return memory.update(self.cluster, self._reader, self.feasibility.smallest_first)
+        return memory.update(self.cluster, self.reader, self.feasibility.smallest_first)
 
     def room(self, gang: Gang) -> Room:
         """How many pods of ``gang`` there is room for at most.

@@ -16,7 +16,6 @@ from typing import Any
 
 from deviceclasses.cel.library.quantity import parse_quantity
 from deviceclasses.cel.values import EvaluationError
-from deviceclasses.lint.attribute_catalogue import ATTRIBUTES, STANDARD_DOMAIN, no_attribute
 from deviceclasses.lint.claim_fields import (
     ConstraintFields,
     LintContext,
@@ -46,7 +45,8 @@ from deviceclasses.lint.satisfiability import (
     unsatisfiable_constraints,
     unsatisfiable_selectors,
 )
-from deviceclasses.lint.selector_rules import selector_issues, type_issues
+from deviceclasses.lint.selectors.attribute_catalogue import ATTRIBUTES, STANDARD_DOMAIN, no_attribute
+from deviceclasses.lint.selectors.selector_rules import selector_issues, type_issues
 from driver.config.opaque_parameters import InvalidParameters, parse_parameters
 from driver.config.shared_flags import NVIDIA_DRIVER
 from driver.config.strict_schema import shown

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from deviceclasses.lint.attribute_catalogue import CAPACITIES
 from deviceclasses.lint.claim_fields import (
     UNKNOWN,
     LintContext,
@@ -25,10 +24,11 @@ from deviceclasses.lint.claim_fields import (
 )
 from deviceclasses.lint.documents import Document, parse_documents, text
 from deviceclasses.lint.findings import Finding, Issue, Severity, almost
-from deviceclasses.lint.partial_evaluation import may_select
 from deviceclasses.lint.pod_templates import pod_templates
 from deviceclasses.lint.satisfiability import DEVICE_NAMES
-from deviceclasses.lint.selector_rules import selector_issues
+from deviceclasses.lint.selectors.attribute_catalogue import CAPACITIES
+from deviceclasses.lint.selectors.partial_evaluation import may_select
+from deviceclasses.lint.selectors.selector_rules import selector_issues
 from driver.config.shared_flags import SUBDOMAIN
 from driver.config.strict_schema import shown
 from driver.config.suggestions import meant

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from deviceclasses.chart_classes import FULL_GPU, MONITORS
-from deviceclasses.lint.attribute_catalogue import ATTRIBUTES, names_of
 from deviceclasses.lint.claim_fields import (
     ClassFacts,
     ConstraintFields,
@@ -21,7 +20,8 @@ from deviceclasses.lint.claim_fields import (
     selectors_of,
 )
 from deviceclasses.lint.findings import Issue, Severity
-from deviceclasses.lint.partial_evaluation import may_select, may_select_monitors
+from deviceclasses.lint.selectors.attribute_catalogue import ATTRIBUTES, names_of
+from deviceclasses.lint.selectors.partial_evaluation import may_select, may_select_monitors
 from driver.config.opaque_parameters import devices_for
 from driver.config.strict_schema import shown
 from driver.kube.types import MAX_DEVICES

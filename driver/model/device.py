@@ -52,6 +52,11 @@ class Device:
         return self.gpu.all_slices if self.placement is None else self.placement.mask
 
     @property
+    def memory_bytes(self) -> int:
+        """What it has of its GPU's memory; a share, which may use all of it, counts as its part."""
+        return self.profile.memory_bytes if self.profile is not None else self.gpu.memory_bytes // self.shares
+
+    @property
     def weight(self) -> int:
         """Its part of each of its memory slices, of SLICE_VALUE."""
         return share_weight(self.shares)

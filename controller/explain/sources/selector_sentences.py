@@ -14,7 +14,7 @@ from deviceclasses.cel.engine import Program, try_compile
 from deviceclasses.cel.library.quantity import parse_quantity
 from deviceclasses.cel.parser import conditions_of
 from deviceclasses.cel.values import EvaluationError
-from deviceclasses.lint.selector_rules import is_known_value, mistakes, remedy
+from deviceclasses.lint.selectors.selector_rules import is_known_value, mistakes, remedy
 from driver.config.suggestions import meant
 from driver.model.device import Device
 from driver.model.offer import DeviceKind

@@ -24,7 +24,7 @@ from controller.explain.sources.availability import (
 )
 from controller.explain.sources.moves import MAX_NODES, Move
 from controller.explain.sources.selector_sentences import failing
-from deviceclasses.lint.attribute_catalogue import why_without
+from deviceclasses.lint.selectors.attribute_catalogue import why_without
 from driver.kube.types import MAX_DEVICES
 from driver.model.gpu import MigMode
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 import msgspec
+import pytest
 from prometheus_client import CollectorRegistry
 
 from controller.cluster.cache import Snapshot
 from controller.cluster.node_views import NodeChanges
 from controller.metrics import ControllerMetrics
-from driver.kube.types import Claim, GpuNodePlan, PlanMetadata
+from driver.kube.types import Claim, ClaimStatus, GpuNodePlan, PlanMetadata
 from driver.model.plan import FailureCause, PlanStatus, UnpreparedClaim
 from tests.support.gpus import H100
-from tests.support.queues import DRIVER, Situation, fleet_gpu, profile, request
+from tests.support.queues import DRIVER, Situation, fleet_gpu, profile, request, selected_by
 
 NOW = datetime(2026, 1, 1, 12, 0, 30, tzinfo=UTC)
 
@@ -73,3 +74,31 @@ def test_the_wait_of_a_claim_ends_with_its_allocation_and_counts_once() -> None:
         metrics.claim_changed(old, new)
     assert registry.get_sample_value("tessera_claim_allocation_duration_seconds_count") == 1
     assert registry.get_sample_value("tessera_claim_allocation_duration_seconds_sum") == 30
+
+
+@pytest.mark.parametrize(
+    ("selector", "device", "expected"),
+    [
+        pytest.param(selected_by('type == "mig"'), "gpu-0-mig-1g10gb-6", (0, 0), id="the smallest"),
+        pytest.param(selected_by('type == "mig"'), "gpu-0-mig-3g40gb-0", (1, 0), id="a larger one"),
+        pytest.param(selected_by('type == "mig"'), "gpu-0-mig-7g80gb-0", (0, 1), id="the whole GPU"),
+        pytest.param(selected_by('type in ["mig", "gpu"]'), "gpu-0", (0, 1), id="the full device"),
+        pytest.param(profile("3g.40gb"), "gpu-0-mig-3g40gb-0", (0, 0), id="by name"),
+        pytest.param(selected_by('type == "gpu"'), "gpu-0", (0, 0), id="nothing else would do"),
+    ],
+)
+def test_devices_that_are_larger_than_others_that_would_do_are_counted_when_they_are_allocated(
+    selector: str, device: str, expected: tuple[int, int]
+) -> None:
+    registry = CollectorRegistry()
+    metrics, there = measured(registry), Situation([fleet_gpu("n", 0)])
+    there.claim("one", request(selector=selector))
+    [waiting] = there.claims
+    there.claims.clear()
+    results = [{"request": "gpu", "driver": DRIVER, "pool": f"n-{DRIVER}", "device": device}]
+    allocation = {"allocation": {"devices": {"results": results}}}
+    metrics.claim_changed(waiting, msgspec.structs.replace(waiting, status=msgspec.convert(allocation, ClaimStatus)))
+    for _ in range(2):
+        metrics.decision_made(there.queue, there.queue.feasibility.fleet, (), {}, reported({}))
+    name = "tessera_larger_devices_taken_total"
+    assert tuple(registry.get_sample_value(name, {"size": size}) for size in ("part", "whole")) == expected

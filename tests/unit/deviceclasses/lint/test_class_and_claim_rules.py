@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deviceclasses.lint.attribute_catalogue import CAPACITIES
+from deviceclasses.lint.selectors.attribute_catalogue import CAPACITIES
 from driver.model.device import devices_of
 from driver.slices.attributes import capacity
 from tessera.cli import main

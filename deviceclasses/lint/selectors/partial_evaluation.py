@@ -13,7 +13,7 @@ from typing import NoReturn
 from deviceclasses.cel.engine import CelDevice, Program, try_compile
 from deviceclasses.cel.referenced_attributes import comparisons_of
 from deviceclasses.cel.values import EvaluationError, Map, Value
-from deviceclasses.lint.attribute_catalogue import names_of, values
+from deviceclasses.lint.selectors.attribute_catalogue import names_of, values
 from driver.model.device import MONITOR_TYPE
 from driver.model.offer import DeviceKind
 from driver.slices.attributes import NO_PROFILE

@@ -7,7 +7,7 @@ each kind of Tessera's devices, and on one of another driver. Samples have the r
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,20 +18,28 @@ from deviceclasses.cel.nodes import Expr, children
 from deviceclasses.cel.parser import parse
 from deviceclasses.cel.referenced_attributes import Comparison, comparisons_of
 from deviceclasses.cel.values import EvaluationError, start_work
-from deviceclasses.lint.attribute_catalogue import (
+from deviceclasses.lint.claim_fields import selectors_of
+from deviceclasses.lint.findings import Issue, Severity, almost, misspelt
+from deviceclasses.lint.selectors.attribute_catalogue import (
     ATTRIBUTES,
     CAPACITIES,
     IN_STANDARD,
+    SAMPLE_VALUES,
     STANDARD_DOMAIN,
     TYPE_OF,
     names_of,
+    published_sample,
     type_mismatch,
     unknown_name,
     values,
 )
-from deviceclasses.lint.claim_fields import selectors_of
-from deviceclasses.lint.findings import Issue, Severity, almost, misspelt
-from deviceclasses.lint.partial_evaluation import compared_strings, compiled_programs, may_select, may_select_monitors
+from deviceclasses.lint.selectors.memory_bounds import memory_bound_issues
+from deviceclasses.lint.selectors.partial_evaluation import (
+    compared_strings,
+    compiled_programs,
+    may_select,
+    may_select_monitors,
+)
 from driver.config.strict_schema import shown
 from driver.config.suggestions import meant
 from driver.errors import CelError
@@ -40,9 +48,9 @@ from driver.model.offer import DeviceKind
 from driver.simulator.products import find_product
 from driver.slices.attributes import NO_PROFILE, STANDARD
 
-SAMPLE_VALUES = {"string": "", "int": 0, "bool": False, "version": "0.0.0"}
 ANY_PROFILE = "1g.10gb"
 NO_SUCH_KEY = "no such key: "
+ORDERS = {"<", "<=", ">", ">="}
 CERTAIN_ERRORS = (NO_SUCH_KEY, "no such overload")
 """Errors that depend on names and types only, not on values."""
 
@@ -62,7 +70,9 @@ def selector_issues(owner: Mapping[str, Any], path: str, driver: str, before: It
         if isinstance(program, CelError):
             yield _refused(place, program, expression)
             continue
-        yield from _wrong_parts(place, program, driver) or _failures(place, program, earlier, driver)
+        before_it = compiled_programs(earlier)
+        wrong = _wrong_parts(place, program, driver) or list(_failures(place, program, before_it, driver))
+        yield from wrong or memory_bound_issues(place, program, before_it, driver)
         earlier.append(expression)
 
 
@@ -140,8 +150,7 @@ def _wrong_names(place: str, program: Program, driver: str) -> Iterator[Issue]:
             yield from almost(place, domain, [driver, STANDARD_DOMAIN], "a domain of Tessera's devices")
 
 
-def _failures(place: str, program: Program, before: Iterable[str], driver: str) -> Iterator[Issue]:
-    earlier = compiled_programs(before)
+def _failures(place: str, program: Program, earlier: Sequence[Program], driver: str) -> Iterator[Issue]:
     profiles = compared_strings([program, *earlier]) & {*values()["profile"].accepted} - {NO_PROFILE}
     for name, device in _samples(driver, profiles or frozenset({ANY_PROFILE})):
         verdict = program.verdict(device)
@@ -183,19 +192,8 @@ def _samples(driver: str, profiles: frozenset[str]) -> list[tuple[str, CelDevice
         (DeviceKind.SHARE, NO_PROFILE),
         (MONITOR_TYPE, NO_PROFILE),
     ]
-    ours = [(TYPE_NAMES[name], from_slice_device(driver, _published(name, profile))) for name, profile in alike]
+    ours = [(TYPE_NAMES[name], from_slice_device(driver, published_sample(name, profile))) for name, profile in alike]
     return [*ours, ("a device of another driver", CelDevice("another-driver.example.com"))]
-
-
-def _published(device_type: str, profile: str) -> dict[str, Any]:
-    names = names_of(device_type)
-    attributes: dict[str, dict[str, Any]] = {
-        name: {kind: SAMPLE_VALUES[kind]} for name, kind in TYPE_OF.items() if name.removeprefix(STANDARD) in names
-    }
-    attributes["type"] = {"string": str(device_type)}
-    attributes["profile"] = {"string": profile}
-    capacity = {name: {"value": "1Gi"} for name in CAPACITIES & names}
-    return {"name": str(device_type), "attributes": attributes, "capacity": capacity}
 
 
 def _wrong_parts(place: str, program: Program, driver: str) -> list[Issue]:
@@ -220,8 +218,16 @@ def _comparison_issues(place: str, expression: str, driver: str) -> Iterator[Iss
         catalogue = values().get(name)
         if (instead := type_mismatch(name, found)) is not None:
             yield Issue(place, shown(found.value), instead)
+        elif TYPE_OF[name] == "string" and found.operator in ORDERS:
+            yield Issue(place, shown(found.value), _as_text(name), Severity.WARNING)
         elif catalogue is not None and isinstance(found.value, str) and found.value not in catalogue.accepted:
             yield Issue(place, shown(found.value), catalogue.unknown_value(name, found.value), catalogue.severity)
+
+
+def _as_text(name: str) -> str:
+    newer = 'cudaComputeCapability.compareTo(semver("9.0.0")) >= 0 for Hopper and newer, or '
+    better = f"write {newer if name == 'architecture' else ''}{name} in [...] with those that you accept"
+    return f"compares {name} as text, in the order of the alphabet: {better}"
 
 
 def _conversion_issues(place: str, expression: str) -> Iterator[Issue]:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from deviceclasses.cel.referenced_attributes import Comparison
 from deviceclasses.cel.values import type_name
@@ -36,6 +37,21 @@ def names_of(device_type: str) -> frozenset[str]:
     names = MONITOR_NAMES if is_monitor else {fact.name for fact in FACTS[DeviceKind(device_type)]}
     capacities = frozenset[str]() if is_monitor or device_type == DeviceKind.SHARE else CAPACITIES
     return capacities | {name.removeprefix(STANDARD) for name in names}
+
+
+SAMPLE_VALUES = {"string": "", "int": 0, "bool": False, "version": "0.0.0"}
+
+
+def published_sample(device_type: str, profile: str) -> dict[str, Any]:
+    """A device as in a slice, with every name that it can have and made-up values."""
+    names = names_of(device_type)
+    attributes: dict[str, dict[str, Any]] = {
+        name: {kind: SAMPLE_VALUES[kind]} for name, kind in TYPE_OF.items() if name.removeprefix(STANDARD) in names
+    }
+    attributes["type"] = {"string": str(device_type)}
+    attributes["profile"] = {"string": profile}
+    capacity = {name: {"value": "1Gi"} for name in CAPACITIES & names}
+    return {"name": str(device_type), "attributes": attributes, "capacity": capacity}
 
 
 COMPARABLE_LITERALS = {"string": {"string"}, "int": {"int", "uint", "double"}, "bool": {"bool"}, "version": set[str]()}

@@ -1,0 +1,65 @@
+"""Claims that got a larger device than another one that they accept on the same GPU (pure but for a memory).
+
+An offer is public. A claim that several kinds of devices would serve asks for the smallest, but where the scheduler
+finds only larger ones on a node, made for other claims, it takes one of those.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from enum import StrEnum
+
+from controller.cluster.fleet import Fleet
+from controller.demand.pending_claims import Queue
+from controller.demand.requirements import RefusedRequest
+from driver.kube.types import Claim
+from driver.model.device import Device
+
+MOST_NOTED = 10_000
+"""Allocations between two decisions that are looked at."""
+
+
+class TakenSize(StrEnum):
+    """Of the GPU that has the device."""
+
+    PART = "part"
+    WHOLE = "whole"
+
+
+class LargerDevices:
+    """Counts them. ``note`` may be called by another thread than ``update``."""
+
+    def __init__(self) -> None:
+        self._allocated: deque[Claim] = deque(maxlen=MOST_NOTED)
+
+    def note(self, allocated: Claim) -> None:
+        """Remember a claim that was just allocated, until the next update."""
+        self._allocated.append(allocated)
+
+    def update(self, queue: Queue, fleet: Fleet) -> Counter[TakenSize]:
+        """How many devices of claims noted since the last update are larger than others that their claims accept."""
+        taken: Counter[TakenSize] = Counter()
+        while self._allocated:
+            for device in _larger(queue, fleet, self._allocated.popleft()):
+                taken[TakenSize.WHOLE if device.mask == device.gpu.all_slices else TakenSize.PART] += 1
+        return taken
+
+
+def _larger(queue: Queue, fleet: Fleet, claim: Claim) -> Iterator[Device]:
+    requirements = queue.reader.read(claim).requirements
+    combinations = () if isinstance(requirements, RefusedRequest) else requirements
+    requests = {request.name: request for combination in combinations for request in combination.requests}
+    driver = queue.feasibility.matching.driver
+    for result in claim.results:
+        request = requests.get(result.request)
+        if request is None or result.driver != driver or result.admin_access:
+            continue
+        for gpu in fleet.nodes.get(result.pool.removesuffix(f"-{driver}"), ()):
+            device, accepted = gpu.device_named(result.device), request.selector.on(gpu)
+            if device is not None and any(
+                other.memory_bytes < device.memory_bytes
+                for other in gpu.layout.devices.values()
+                if accepted.has(*other.spot)
+            ):
+                yield device

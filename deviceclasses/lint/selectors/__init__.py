@@ -1,0 +1,1 @@
+"""Checks of the CEL selectors of classes and claims."""

@@ -1,0 +1,105 @@
+"""Least amounts of memory that lie just above what a profile or a GPU has: ``40Gi`` leaves out 3g.40gb, with 40448Mi.
+
+The names of profiles are rounded, and so are the sizes by which GPUs are sold. A bound is judged by what the selectors
+say of devices with the real amount and with the amount that is asked for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
+from functools import cache
+from typing import Any, NamedTuple
+
+from deviceclasses.cel import nodes
+from deviceclasses.cel.engine import Program, from_slice_device
+from deviceclasses.cel.library.quantity import parse_quantity
+from deviceclasses.cel.nodes import Expr, children
+from deviceclasses.cel.parser import parse
+from deviceclasses.cel.values import EvaluationError
+from deviceclasses.lint.findings import Issue, Severity
+from deviceclasses.lint.selectors.attribute_catalogue import published_sample
+from driver.config.strict_schema import shown
+from driver.model.offer import DeviceKind
+from driver.simulator.products import find_product, product_names
+from driver.slices.attributes import NO_PROFILE
+
+JUST_ABOVE = Fraction(106, 100)
+"""The largest quotient of such a bound and the memory below it: 1g.5gb has 4.75 GiB."""
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+class MemorySize(NamedTuple):
+    """The memory of a partition or a full GPU of one product; ``profile`` is ``none`` for a full GPU."""
+
+    product: str
+    architecture: str
+    profile: str
+    memory_mib: int
+
+    @property
+    def what(self) -> str:
+        return f"a full {self.product}" if self.profile == NO_PROFILE else self.profile
+
+    def is_meant_by(self, bound: Fraction) -> bool:
+        """Whether whoever writes ``bound``, in bytes, may think that the device has that much."""
+        memory, in_name = self.memory_mib * MIB, re.search(r"\.(\d+)gb", self.profile)
+        named = in_name is not None and bound == int(in_name[1]) * GIB
+        return memory < bound and (named or bound <= memory * JUST_ABOVE)
+
+
+@cache
+def memory_sizes() -> tuple[MemorySize, ...]:
+    """The sizes of the products that the simulator knows."""
+    sizes = []
+    for product in filter(None, map(find_product, product_names())):
+        of_profiles = [(profile.name, profile.memory_mib) for profile in product.profiles]
+        for profile, memory_mib in [(NO_PROFILE, product.memory_mib), *of_profiles]:
+            sizes.append(MemorySize(product.name, product.architecture, profile, memory_mib))
+    return tuple(dict.fromkeys(sizes))
+
+
+def memory_bound_issues(place: str, program: Program, earlier: Sequence[Program], driver: str) -> Iterator[Issue]:
+    """Warnings about bounds of a selector; ``earlier`` are those that the scheduler evaluates before it."""
+    if ("capacity", driver, "memory") not in program.reads:
+        return
+    for text in dict.fromkeys(_quantities(parse(program.expression))):
+        try:
+            bound = parse_quantity(text).value
+        except EvaluationError:
+            continue
+        missed = [
+            size
+            for size in memory_sizes()
+            if size.is_meant_by(bound)
+            and _selects((*earlier, program), size, str(int(bound) + 1), driver)
+            and not _selects((*earlier, program), size, f"{size.memory_mib}Mi", driver)
+        ]
+        if missed:
+            largest = max(missed, key=lambda size: size.memory_mib)
+            alike = [size for size in missed if size.what == largest.what]
+            least, most = min(size.memory_mib for size in alike), largest.memory_mib
+            amount = f"{most}Mi" if least == most else f"{least}Mi to {most}Mi, depending on the GPU"
+            message = f"leaves out {largest.what}, which has {amount}; {least * MIB // GIB}Gi includes it"
+            yield Issue(place, shown(text), message, Severity.WARNING)
+
+
+def _quantities(node: Expr) -> Iterator[str]:
+    """The literals from which an expression makes quantities."""
+    if isinstance(node, nodes.Call) and node.function == "quantity" and node.target is None:
+        literals = (argument.value for argument in node.arguments if isinstance(argument, nodes.Literal))
+        yield from (value for value in literals if isinstance(value, str))
+    for child in children(node):
+        yield from _quantities(child)
+
+
+def _selects(programs: Iterable[Program], size: MemorySize, memory: str, driver: str) -> bool:
+    """Whether all selectors accept a device like ``size``, but with that much memory."""
+    device_type = DeviceKind.FULL if size.profile == NO_PROFILE else DeviceKind.PARTITION
+    sample: dict[str, Any] = published_sample(device_type, size.profile)
+    sample["attributes"] |= {"productName": {"string": size.product}, "architecture": {"string": size.architecture}}
+    sample["capacity"]["memory"] = {"value": memory}
+    device = from_slice_device(driver, sample)
+    return all(program.verdict(device) is True for program in programs)
