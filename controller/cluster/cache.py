@@ -54,6 +54,10 @@ MAX_SHARED_BYTES = 1 << 12
 """Size of the largest of them: a spec that hardly any other claim has may take most of a MiB."""
 
 
+TEMPLATE_HASH = "pod-template-hash"
+"""The label by which a Deployment tells the pods of its ReplicaSets apart."""
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """Everything that is known at one moment; whatever did not change since the last snapshot is the same object.
@@ -316,7 +320,8 @@ def _kept_pod(found: Pod) -> Pod | None:
     ):
         return None
     controllers = tuple(owner for owner in found.metadata.owner_references if owner.controller)
-    metadata = msgspec.structs.replace(_metadata(found.metadata), owner_references=controllers)
+    labels = {name: value for name, value in found.metadata.labels.items() if name == TEMPLATE_HASH}
+    metadata = msgspec.structs.replace(_metadata(found.metadata, labels), owner_references=controllers)
     return Pod(metadata, found.spec, found.status)
 
 

@@ -35,7 +35,8 @@ class FleetGpu:
 
     ``number`` is the one in its device names; ``shares`` into how many it is divided (0: none); ``foreign`` the bit
     mask of memory slices under partitions that Tessera did not make; ``held`` what claims have, prepared or not.
-    ``uses`` are the kinds of device its node's dedication allows; ``why_no_offers``: why its node accepts no offers.
+    ``uses`` are the kinds of device that the label ``dedicated_by`` allows; ``why_no_offers``: why its node accepts no
+    offers.
     ``tainted``: for the claim in question, the DeviceTaintRule that keeps it from the GPU.
     """
 
@@ -49,6 +50,7 @@ class FleetGpu:
     fault: str | None = None
     fault_kind: FaultKind | None = None
     uses: frozenset[DeviceKind] = frozenset(DeviceKind)
+    dedicated_by: str = ""
     why_no_offers: str = ""
     tainted: str = ""
     empty: InitVar[FleetGpu | None] = None

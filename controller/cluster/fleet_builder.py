@@ -109,6 +109,7 @@ def _gpu(node: NodeView, state: GpuReport, before: Gpu | None) -> FleetGpu:
         fault=fault,
         fault_kind=fault_kind,
         uses=node.dedication.kinds(state.number),
+        dedicated_by=node.dedication.label(state.number),
         why_no_offers=node.why_no_offers,
     )
 

@@ -35,6 +35,12 @@ class Dedication:
         """The kinds of device that GPU may be offered as."""
         return USES.get(self.gpus.get(number, self.node or ""), EVERY_USE)
 
+    def label(self, number: int) -> str:
+        """The label, with its value, that decides about that GPU; empty if none does."""
+        if number in self.gpus:
+            return f"gpu-{number}.{DEDICATED_TO}={self.gpus[number]}"
+        return f"{DEDICATED_TO}={self.node}" if self.node else ""
+
 
 UNDEDICATED = Dedication()
 

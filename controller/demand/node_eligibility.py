@@ -183,9 +183,10 @@ def _of_taints(taints: Sequence[Taint]) -> Iterator[tuple[Exclusion, str]]:
         yield Exclusion.CORDONED, "is cordoned"
     others = [taint for taint in taints if taint.key not in {*UNREACHABLE_TAINTS, CORDONED.key}]
     if others:
-        value = f"={others[0].value}" if others[0].value else ""
-        text = f"has the taint {others[0].key}{value}:{others[0].effect}, which the pod does not tolerate"
-        yield Exclusion.TAINT, text
+        texts = [f"{taint.key}{f'={taint.value}' if taint.value else ''}:{taint.effect}" for taint in others[:SHOWN]]
+        more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
+        what = f"taint {texts[0]}" if len(others) == 1 else f"taints {', '.join(texts)}{more}"
+        yield Exclusion.TAINT, f"has the {what}, which the pod does not tolerate"
 
 
 def selects(selector: NodeSelector, node: Node) -> bool:

@@ -202,7 +202,7 @@ TEXTS = {
     Obstacle.FAULT: "the fault of {} were repaired ({} clears a fault that has gone)",
     Obstacle.CORDONED: "{} were uncordoned ({})",
     Obstacle.RESERVED: "{} were left to Tessera by the other driver of the node (docs/soundness.md)",
-    Obstacle.TAINTED: "{} were deleted, or the request tolerated its taint",
+    Obstacle.TAINTED: "{} were deleted, or the request tolerated {}",
     Obstacle.RESET: "{} had the other MIG mode, which takes a reset",
     Obstacle.DEDICATED: "{} were not kept for other uses (labels of the node, settings of its node plugin)",
     Obstacle.FOREIGN: "the partitions that others made on {} ended",
@@ -255,6 +255,8 @@ def _text(obstacle: Obstacle, gpus: Sequence[FleetGpu], between: str = "or") -> 
     names, first = _names(obstacle, gpus, between), gpus[0]
     if PAUSED in first.why_no_offers:
         return f"the plan of node {names} were not paused (kubectl annotate gpunodeplan {first.node} {PAUSED}-)"
+    if obstacle is Obstacle.TAINTED:
+        return TEXTS[obstacle].format(names, "their taints" if " and " in first.tainted else "its taint")
     return TEXTS[obstacle].format(names, f"tessera uncordon {first.node}/gpu-{first.number}")
 
 

@@ -12,7 +12,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +22,7 @@ from urllib.parse import quote, urlsplit
 from driver.client_connections import CONNECTION_ERRORS, MAX_CONNECTIONS, Connections
 from driver.errors import EnvironmentFault
 from driver.kube.kubeconfig import (
+    DEFAULT_NAMESPACE,
     PEM_ENCODING,
     Kubeconfig,
     KubeconfigError,
@@ -59,11 +60,15 @@ class CredentialsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """An API server: ``host`` is its URL without a trailing slash, ``connections`` lead to it."""
+    """An API server: ``host`` is its URL without a trailing slash, ``connections`` lead to it.
+
+    ``namespace``: where to look if the user names none.
+    """
 
     host: str
     connections: Connections | ProxiedConnections
     authorization: Authorization
+    namespace: str = DEFAULT_NAMESPACE
 
     def target(self, path: str) -> str:
         """The target of a request: ``path`` below the path of ``host``, which a server of many clusters has.
@@ -207,7 +212,8 @@ def _from_kubeconfig(path: Path | None, read: Callable[[Path | None], Kubeconfig
     config = read(path)
     token_file = SERVICE_ACCOUNT / "token" if path is None else config.token_file and Path(config.token_file)
     authorization = FileToken(token_file) if token_file else KubeconfigToken(config, partial(read, path))
-    return _connected(config.server, authorization, _tls(config), config.server_name, config.proxy)
+    access = _connected(config.server, authorization, _tls(config), config.server_name, config.proxy)
+    return replace(access, namespace=config.namespace)
 
 
 def _tls(config: Kubeconfig) -> ssl.SSLContext:

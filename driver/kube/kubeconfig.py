@@ -27,6 +27,10 @@ PEM_ENCODING = "latin-1"
 """Certificates may have comments in any encoding."""
 
 
+DEFAULT_NAMESPACE = "default"
+"""The namespace where a context names none, as for kubectl."""
+
+
 class KubeconfigError(Exception):
     """The kubeconfig can't be used."""
 
@@ -35,7 +39,7 @@ class Kubeconfig(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the current context of a kubeconfig says about its server and user.
 
     ``authorization`` is the value of the header, valid until ``expires_at`` (Unix time; None: without end);
-    ``token_file`` has the token instead. Certificates and key are PEM texts.
+    ``token_file`` has the token instead. Certificates and key are PEM texts. ``namespace`` is that of the context.
     """
 
     server: str
@@ -48,6 +52,7 @@ class Kubeconfig(msgspec.Struct, frozen=True, omit_defaults=True):
     verify: bool = True
     server_name: str | None = None
     proxy: str | None = None
+    namespace: str = DEFAULT_NAMESPACE
 
 
 _Answer = tuple[Kubeconfig | str, list[str]]
@@ -117,6 +122,7 @@ def _read(path: Path | None) -> Kubeconfig:
 
     configuration: Any = Configuration()
     expires_at = token_file = None
+    namespace = DEFAULT_NAMESPACE
     if path is None:
         load_incluster_config(configuration)
     else:
@@ -126,7 +132,9 @@ def _read(path: Path | None) -> Kubeconfig:
         loader = KubeConfigLoader(files.config, config_base_path=None, config_persister=files.save_changes)
         loader.load_and_set(configuration)
         expires_at = loader.expiry.timestamp() if "expiry" in vars(loader) else None
-        token_file = _token_file(files.config)
+        context = files.config["contexts"].get_with_name(files.config["current-context"])["context"]
+        token_file = _token_file(files.config, context)
+        namespace = context.safe_get("namespace") or DEFAULT_NAMESPACE
     is_direct = not configuration.proxy or should_bypass_proxies(configuration.host, configuration.no_proxy or "")
     return Kubeconfig(
         server=configuration.host,
@@ -139,12 +147,12 @@ def _read(path: Path | None) -> Kubeconfig:
         verify=configuration.verify_ssl,
         server_name=configuration.tls_server_name,
         proxy=None if is_direct else configuration.proxy,
+        namespace=namespace,
     )
 
 
-def _token_file(config: Any) -> str | None:
-    """The current user's tokenFile, which the official client reads only once."""
-    context = config["contexts"].get_with_name(config["current-context"])["context"]
+def _token_file(config: Any, context: Any) -> str | None:
+    """The tokenFile of the user of ``context``, which the official client reads only once."""
     user = config["users"].get_with_name(context["user"], safe=True) if context.safe_get("user") else None
     account = user["user"] if user is not None else None
     if not account or account.safe_get("auth-provider") or account.safe_get("token"):

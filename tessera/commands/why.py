@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import click
 import msgspec
@@ -18,15 +17,16 @@ from controller.explain.events import ALLOCATED, COMPONENT, NOT_USED, WrittenEve
 from controller.explain.sources.availability import listed
 from controller.explain.sources.scheduler_reports import report_of
 from controller.report.claim_explainer import NOT_PREPARED, TERMINATING, Explainer, Explanation, key_of
-from controller.report.cluster_view import ClusterView, read_cluster
+from controller.report.cluster_view import read_cluster
 from driver.clock import Clock
-from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError, UsageError, accepted_status
+from driver.errors import FORBIDDEN, ApiError, FatalError, UsageError
 from driver.kube.client import KubeClient
-from driver.kube.typed_reads import read_all, read_claim, read_object
+from driver.kube.typed_reads import read_all
 from driver.kube.types import Claim, Key, Metadata, Pod
 from kubelet_plugin.status.claim_status import READY_CONDITION, UNHEALTHY_WAY_OUT
 from kubelet_plugin.status.events import EventReason
-from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
+from tessera.cluster_options import access_of, with_driver_name, with_kubeconfig
+from tessera.holding_claims import MAX_HOLDERS, HoldingClaim, find_claim, find_pod, holders_of, relations
 from tessera.tables_and_drawings import columns, counted, printable, with_output
 
 POD_KINDS, CLAIM_KINDS = ("pod", "pods", "po"), ("claim", "resourceclaim", "resourceclaims")
@@ -34,28 +34,15 @@ POD_KINDS, CLAIM_KINDS = ("pod", "pods", "po"), ("claim", "resourceclaim", "reso
 PREPARATION_FAILED = {EventReason.PREPARE_FAILED.value, "FailedPrepareDynamicResources"}
 """Events of the node plugin and of the kubelet."""
 
-MAX_HOLDERS = 20
-
-POD_READER = msgspec.json.Decoder(Pod)
-
-
-class HoldingClaim(NamedTuple):
-    """A claim that holds devices; ``created`` as the API server writes it.
-
-    ``terminating``: its first pod, or the claim itself, is being deleted.
-    """
-
-    claim: str
-    devices: tuple[str, ...]
-    pods: tuple[str, ...] = ()
-    priority: int | None = None
-    created: str | None = None
-    terminating: bool = False
+MAX_REPORTED = 100
+"""Events whose objects are looked for, the latest."""
 
 
 @click.command()
 @click.argument("name", required=False)
-@click.option("-n", "--namespace", help="Namespace of NAME, or of all claims that are explained.  [default: default]")
+@click.option(
+    "-n", "--namespace", help="Namespace of NAME, or of all claims that are explained.  [default: that of the context]"
+)
 @click.option("-A", "--all-namespaces", is_flag=True, help="Explain the pending claims of all namespaces.")
 @with_kubeconfig
 @with_driver_name
@@ -86,24 +73,25 @@ def why(
     """
     if name is not None and all_namespaces:
         raise UsageError("NAME and --all-namespaces exclude each other: give one of them")
-    client = client_of(kubeconfig, "tessera-why")
+    access = access_of(kubeconfig)
+    client, namespace = KubeClient(access, "tessera-why"), namespace or access.namespace
     try:
         view = read_cluster(client, driver_name)
     except FatalError as refusal:
         if not isinstance(refusal.__cause__, ApiError) or refusal.__cause__.status != FORBIDDEN:
             raise
-        reported = _reported(client, name, namespace or "default", refusal)
-        click.echo("this account may not read the whole cluster: this is what the controller reported last", err=True)
+        reported = _reported(client, name, namespace, refusal)
+        click.echo(f"this is what the controller reported last: {refusal}", err=True)
         _print(reported, [() for _ in reported], output, client.clock, is_brief=True)
-    explainer, where = Explainer(view), None if all_namespaces else namespace or "default"
+    explainer, where = Explainer(view), None if all_namespaces else namespace
     if name is None:
         waiting = chain(explainer.pending(), explainer.unprepared(), explainer.unreleased())
         explanations = [explanation for explanation in waiting if where in {None, _namespace(explanation)}]
     else:
-        explanations = _named(client, explainer, name, namespace or "default")
+        explanations = _named(client, explainer, name, namespace)
     explanations = [_with_preparation(client, driver_name, explanation) for explanation in explanations]
     is_brief = name is None and len(explanations) > 1 and output != "json"
-    holders = [[] if is_brief else _holders(client, view, explanation) for explanation in explanations]
+    holders = [[] if is_brief else holders_of(client, view, explanation) for explanation in explanations]
     _print(explanations, holders, output, client.clock, is_brief=is_brief)
 
 
@@ -138,7 +126,8 @@ def _reported(client: KubeClient, name: str | None, namespace: str, refusal: Fat
     except (ApiError, msgspec.MsgspecError):
         raise refusal from None
     events.sort(key=lambda event: event.last_timestamp or "")
-    latest = {(event.involved_object.kind, event.involved_object.name): event for event in events}
+    latest = {(event.involved_object.kind, event.involved_object.name): event for event in events[-MAX_REPORTED:]}
+    latest = {about: event for about, event in latest.items() if _exists(client, key.namespace, event)}
     explanations = [
         _as_reported(Key(key.namespace, of), of_kind, event)
         for (of_kind, of), event in latest.items()
@@ -148,6 +137,19 @@ def _reported(client: KubeClient, name: str | None, namespace: str, refusal: Fat
     if not explanations:
         raise refusal
     return explanations
+
+
+def _exists(client: KubeClient, namespace: str, event: WrittenEvent) -> bool:
+    """Whether there is still what ``event`` is about; True, too, if this account may not know."""
+    about = event.involved_object
+    if not about.name:
+        return False
+    key = Key(namespace, about.name)
+    try:
+        there = find_claim(client, key) if about.kind == "ResourceClaim" else find_pod(client, key)
+    except (ApiError, msgspec.MsgspecError):
+        return True
+    return there is not None and about.uid in {"", there.metadata.uid}
 
 
 def _as_reported(key: Key, kind: str, event: WrittenEvent) -> Explanation:
@@ -165,11 +167,11 @@ def _named(client: KubeClient, explainer: Explainer, name: str, namespace: str) 
     """The explanations of a pod or a claim. Raises FatalError if there is neither."""
     kind, key = _kind_and_key(name, namespace)
     if kind not in CLAIM_KINDS:
-        pod = _find_pod(client, key)
+        pod = find_pod(client, key)
         if pod is not None:
             return explainer.of_pod(pod) or [_without_claims(pod)]
     if kind not in POD_KINDS:
-        claim = _find_claim(client, key)
+        claim = find_claim(client, key)
         if claim is not None:
             return [explainer.of_claim(claim)]
     raise FatalError(f"namespace {key.namespace} has no {kind or 'pod or ResourceClaim'} named {key.name}")
@@ -188,7 +190,7 @@ def _with_preparation(client: KubeClient, driver: str, explanation: Explanation)
     if explanation.code != ALLOCATED:
         return explanation
     key = key_of(explanation.claim, "")
-    claim = _find_claim(client, key)
+    claim = find_claim(client, key)
     if claim is None:
         return explanation
     if (unhealthy := _unhealthy(claim, driver)) is not None:
@@ -248,41 +250,6 @@ def _without_claims(pod: Pod) -> Explanation:
     return Explanation("", (pod,), NOT_USED, message, reports=reports)
 
 
-def _find_pod(client: KubeClient, key: Key) -> Pod | None:
-    with accepted_status(NOT_FOUND):
-        return read_object(client, f"/api/v1/namespaces/{key.namespace}/pods/{key.name}", POD_READER)
-    return None
-
-
-def _find_claim(client: KubeClient, key: Key) -> Claim | None:
-    with accepted_status(NOT_FOUND):
-        return read_claim(client, key.namespace, key.name)
-    return None
-
-
-def _holders(client: KubeClient, view: ClusterView, explanation: Explanation) -> list[HoldingClaim]:
-    """The claims that hold what the pending one could have, those that would have to end first."""
-    devices: dict[str, list[str]] = {}
-    for (node, device), claim in view.queue.holders.items():
-        devices.setdefault(claim, []).append(f"{node}/{device}")
-    first = [claim for change in explanation.changes for claim in change.claims]
-    names = list(dict.fromkeys([*first, *explanation.holders]))
-    return [_holder(client, claim, tuple(sorted(devices.get(claim, ())))) for claim in names[:MAX_HOLDERS]]
-
-
-def _holder(client: KubeClient, name: str, devices: tuple[str, ...]) -> HoldingClaim:
-    """The claim, without what this account may not read or what has ended meanwhile."""
-    key, claim, pod = key_of(name, ""), None, None
-    pods: tuple[str, ...] = ()
-    with suppress(ApiError):
-        claim = _find_claim(client, key)
-        pods = tuple(user.name for user in claim.status.reserved_for if user.resource == "pods") if claim else ()
-        pod = _find_pod(client, Key(key.namespace, pods[0])) if pods else None
-    deleted = any(found is not None and found.metadata.deletion_timestamp for found in (claim, pod))
-    created = claim.metadata.creation_timestamp if claim is not None else None
-    return HoldingClaim(name, devices, pods, pod.spec.priority if pod is not None else None, created, deleted)
-
-
 def _title(explanation: Explanation, clock: Clock) -> str:
     pods = [printable(str(pod.metadata.key)) for pod in explanation.pods]
     what = f"claim {printable(explanation.claim)}" if explanation.claim else f"pod {pods[0]}"
@@ -324,6 +291,7 @@ def _as_text(explanation: Explanation, holders: Sequence[HoldingClaim], clock: C
             for holder in holders
         ]
         lines += ["", columns(["HELD BY", "DEVICES", "POD", "PRIORITY", "AGE"], table)]
+        lines += [printable(relation) for relation in _relations(explanation, holders)]
     if explanation.changes:
         lines += ["", "it would fit if", *(f"  - {printable(change.text)}" for change in explanation.changes)]
     reports: dict[str, list[str]] = {}
@@ -333,6 +301,10 @@ def _as_text(explanation: Explanation, holders: Sequence[HoldingClaim], clock: C
         which = "pod" if len(pods) == 1 else "pods"
         lines += ["", f"the scheduler reports on {which} {listed(pods)}: {printable(message)}"]
     return "\n".join(lines)
+
+
+def _relations(explanation: Explanation, holders: Sequence[HoldingClaim]) -> list[str]:
+    return list(relations(explanation.pods[0], holders)) if explanation.pods else []
 
 
 def _age(created: str, clock: Clock) -> str:
@@ -350,7 +322,8 @@ def _as_json(explanation: Explanation, holders: Sequence[HoldingClaim]) -> dict[
         "reason": explanation.code,
         "message": explanation.message,
         "requests": msgspec.to_builtins(explanation.requests),
-        "holders": [holder._asdict() for holder in holders],
+        "holders": [asdict(holder) for holder in holders],
+        "relations": _relations(explanation, holders),
         "changes": msgspec.to_builtins(explanation.changes),
         "schedulerReports": [{"pod": pod, "message": message} for pod, message in explanation.reports],
     }

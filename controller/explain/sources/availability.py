@@ -127,8 +127,8 @@ class SelectedGpus:
 
     @cached_property
     def products(self) -> str:
-        """``6 NVIDIA H100 80GB HBM3, 2 NVIDIA L4``: the reachable GPUs."""
-        counts = Counter(gpu.entry.gpu.product_name for gpu in self.reachable)
+        """``6 NVIDIA H100 80GB HBM3, 2 NVIDIA L4``: the usable GPUs."""
+        counts = Counter(gpu.entry.gpu.product_name for gpu in self.usable)
         return listed([f"{count} {product}" for product, count in sorted(counts.items())])
 
     @cached_property
@@ -227,8 +227,13 @@ def _obstacle(entry: FleetGpu, matches: Matches) -> tuple[Obstacle | None, str]:
     if missing:
         # Kinds that the settings of the node allow, and only the present MIG mode does not: a reset brings them.
         after_reset = missing & entry.uses & ({DeviceKind.SHARE} if entry.shares_only else set(DeviceKind))
-        return (Obstacle.RESET, f"MIG {entry.gpu.mig_mode}") if after_reset else (Obstacle.DEDICATED, "")
+        return (Obstacle.RESET, f"MIG {entry.gpu.mig_mode}") if after_reset else (Obstacle.DEDICATED, kept_by(entry))
     return (Obstacle.FOREIGN, "") if entry.foreign else (None, "")
+
+
+def kept_by(entry: FleetGpu) -> str:
+    """What keeps a GPU for some kinds of devices: a label of its node, or the settings of its node plugin."""
+    return f"label {entry.dedicated_by}" if entry.dedicated_by else "--shares or --mig-gpus of its node plugin"
 
 
 def without(entry: FleetGpu, obstacle: Obstacle) -> FleetGpu:
@@ -241,7 +246,7 @@ def without(entry: FleetGpu, obstacle: Obstacle) -> FleetGpu:
         case Obstacle.TAINTED if entry.tainted:
             return replace(entry, tainted="")
         case Obstacle.DEDICATED:
-            return replace(entry, uses=frozenset(DeviceKind), shares_only=False)
+            return replace(entry, uses=frozenset(DeviceKind), dedicated_by="", shares_only=False)
         case Obstacle.FOREIGN:
             return replace(entry, foreign=0)
         case Obstacle.RESET:
@@ -266,10 +271,8 @@ def named_rule(rule: DeviceTaintRule) -> str:
 def with_taints(fleet: Fleet, driver: str, rules: Sequence[DeviceTaintRule], selectors: Iterable[Selector]) -> Fleet:
     """``fleet`` with the GPUs of which ``rules`` taint all devices that ``selectors`` select."""
     chosen = tuple(selectors)
-    tainting = (
-        (entry, next((rule for rule in rules if _taints(rule, entry, driver, chosen)), None)) for entry in fleet
-    )
-    tainted = [replace(entry, tainted=named_rule(rule)) for entry, rule in tainting if rule is not None]
+    tainting = ((entry, [rule for rule in rules if _taints(rule, entry, driver, chosen)]) for entry in fleet)
+    tainted = [replace(entry, tainted=" and ".join(map(named_rule, by))) for entry, by in tainting if by]
     return fleet.changed(tainted) if tainted else fleet
 
 
@@ -308,6 +311,14 @@ def named(gpus: Iterable[FleetGpu]) -> str:
     """``gpu-3 of a, gpu-0 of b (fault or taint)``, and the number of the others."""
     names = ((f"gpu-{gpu.number} of {gpu.node}", gpu.fault or gpu.tainted) for gpu in gpus)
     return listed([f"{name} ({detail})" if detail else name for name, detail in names])
+
+
+def numbered(gpus: Iterable[FleetGpu]) -> str:
+    """``gpu-3, gpu-5 of a, gpu-0 of b``, and the number of the nodes that are left out."""
+    on_nodes: dict[str, list[str]] = {}
+    for gpu in gpus:
+        on_nodes.setdefault(gpu.node, []).append(f"gpu-{gpu.number}")
+    return listed([f"{listed(names)} of {node}" for node, names in sorted(on_nodes.items())])
 
 
 def holders_of(gpus: Iterable[FleetGpu], claim_of: Mapping[tuple[str, str], str]) -> list[str]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 
 from controller.cluster.fleet import FleetGpu
-from controller.cluster.node_use_labels import DEDICATED_TO
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.node_eligibility import Excluded, Exclusion
 from controller.demand.requirements import ClaimRequirements, DeviceRequest
@@ -19,8 +17,10 @@ from controller.explain.sources.availability import (
     SelectedGpus,
     by_obstacle,
     held_by,
+    kept_by,
     listed,
     named,
+    numbered,
 )
 from controller.explain.sources.moves import MAX_NODES, Move
 from controller.explain.sources.selector_sentences import failing
@@ -35,9 +35,12 @@ OF_OBSTACLE = {
     Obstacle.RESERVED: (ReasonCode.DEDICATED, "another driver of the node manages {}"),
     Obstacle.TAINTED: (ReasonCode.TAINTED, "a DeviceTaintRule taints {}, which no request of the claim tolerates"),
     Obstacle.RESET: (ReasonCode.RESET, "a reset must first give {} another MIG mode"),
-    Obstacle.DEDICATED: (ReasonCode.DEDICATED, f"the label {DEDICATED_TO} or --shares keeps {{}} for other uses"),
+    Obstacle.DEDICATED: (ReasonCode.DEDICATED, "a label or a setting keeps {} for other uses"),
     Obstacle.FOREIGN: (ReasonCode.FOREIGN, "partitions that Tessera did not make take the place on {}"),
 }
+
+OF_NODES = {Obstacle.EXCLUDED, Obstacle.CLOSED}
+"""Obstacles that concern all GPUs of a node."""
 
 NEAREST = (MigMode.RESET_TO_ENABLE, MigMode.RESET_TO_DISABLE, MigMode.DISABLED, MigMode.ENABLED)
 """MIG modes, the one with the fewest remaining steps first."""
@@ -89,14 +92,17 @@ def _of_request(available: Availability, code: ReasonCode, text: str) -> Reason:
 
 def _unusable(available: Availability) -> str:
     """The GPUs that can't provide a device, whatever is held: the end of a sentence."""
-    groups: dict[str, list[FleetGpu]] = {}
+    groups: dict[tuple[Obstacle, str], list[FleetGpu]] = {}
     for gpu in available.selected.gpus:
         if gpu.blocked_by is not None:
-            groups.setdefault(gpu.detail or gpu.blocked_by.value, []).append(gpu.entry)
+            groups.setdefault((gpu.blocked_by, gpu.detail or gpu.blocked_by.value), []).append(gpu.entry)
     if not groups:
         return ""
     texts = [
-        f"{len(gpus)} on {listed(sorted({entry.node for entry in gpus}))}: {text}" for text, gpus in groups.items()
+        f"{len(gpus)} on {listed(sorted({entry.node for entry in gpus}))}: {text}"
+        if obstacle in OF_NODES
+        else f"{numbered(gpus)}: {text}"
+        for (obstacle, text), gpus in groups.items()
     ]
     return f"; {sum(map(len, groups.values()))} more can't be used ({'; '.join(texts[:SHOWN])})"
 
@@ -152,13 +158,26 @@ def obstructed(requests: Sequence[DeviceRequest], selected: Sequence[SelectedGpu
         steps = reset_steps(gpus_of[main])
     elif main is Obstacle.CLOSED:
         steps = listed(sorted({f"{entry.node} {entry.why_no_offers}" for entry in gpus_of[main]}))
+    elif main is Obstacle.DEDICATED:
+        steps = _dedicated(gpus_of[main])
     else:
         steps = named(gpus_of[main]) + ("; on the node: nvidia-smi mig -lgi" if main is Obstacle.FOREIGN else "")
-    more = Counter(
-        gpu.blocked_by for selection in selected for gpu in selection.reachable if gpu.blocked_by not in {None, main}
-    )
-    also = "; ".join(f"{count} more: {obstacle}" for obstacle, count in more.items())
+    others = {obstacle: gpus for obstacle, gpus in by_obstacle(selected, blocked=True).items() if obstacle is not main}
+    also = "; ".join(f"{len(gpus)} more: {obstacle} ({numbered(gpus)})" for obstacle, gpus in others.items())
     return Reason(code, f"{sentence}: {steps}{'; ' + also if also else ''}", permanent=True)
+
+
+def _dedicated(gpus: Sequence[FleetGpu]) -> str:
+    """What keeps ``gpus`` for other uses, and how the first label is removed."""
+    causes: dict[str, list[FleetGpu]] = {}
+    for gpu in gpus:
+        causes.setdefault(kept_by(gpu), []).append(gpu)
+    texts = [f"{numbered(kept)} ({cause})" for cause, kept in causes.items()]
+    labelled = next((gpu for gpu in gpus if gpu.dedicated_by), None)
+    remedy = ""
+    if labelled is not None:
+        remedy = f"; kubectl label node {labelled.node} {labelled.dedicated_by.partition('=')[0]}-"
+    return "; ".join(texts[:SHOWN]) + remedy
 
 
 def reset_steps(gpus: Sequence[FleetGpu]) -> str:

@@ -270,7 +270,7 @@ def test_what_is_wrong_with_a_selector_is_found(expression: str, value: str, mes
     [
         f'{OURS} && {TYPE} == "gpu" && device.attributes["gpu.tessera.dev"].memoryBandwidth >= 3000',
         f'{OURS} && device.attributes["gpu.tessera.dev"].?memoryType.orValue("").startsWith("HBM")',
-        f'{OURS} && {TYPE} == "mig" && device.capacity["gpu.tessera.dev"].memory.isGreaterThan(quantity("40Gi"))',
+        f'{OURS} && {TYPE} == "mig" && device.capacity["gpu.tessera.dev"].memory.isGreaterThan(quantity("39Gi"))',
         'device.driver == "dra.net" && device.attributes["dra.net"].rdma',
     ],
 )

@@ -68,17 +68,83 @@ def test_a_namespace_account_sees_what_the_controller_reported_last(api: ObjectA
     report(api, "first", "2026-11-25T10:00:00Z", "AllHeld", message="none is free")
     report(api, "last", "2026-11-25T10:05:00Z", "NodeClosed", message="n1 is cordoned")
     report(api, "of-nothing", "2026-11-25T10:05:00Z", "AllHeld", involvedObject={"namespace": "team-a"})
+    api.store(f"{PODS}/wanted", spec={})
     forbid_the_cluster(api)
     answer = run(api, tmp_path, "pod/wanted")
-    assert (answer.exit_code, answer.stderr) == (
-        1,
-        "this account may not read the whole cluster: this is what the controller reported last\n",
-    )
+    assert answer.exit_code == 1
+    assert answer.stderr.startswith("this is what the controller reported last: this account may not read what is")
+    assert "this account may not list nodes" in answer.stderr
     assert "NodeClosed" in answer.stdout
     assert "n1 is cordoned (reported 2026-11-25T10:05:00Z)" in answer.stdout
     forbid_the_cluster(api)
     [found] = json.loads(run(api, tmp_path, "wanted", "-o", "json").stdout)
     assert (found["reason"], found["pods"]) == ("NodeClosed", ["team-a/wanted"])
+
+
+def test_a_namespace_account_is_told_nothing_of_pods_that_are_gone(api: ObjectApi, tmp_path: Path) -> None:
+    for name in ("there", "gone", "anew"):
+        about = {"kind": "Pod", "name": name, "namespace": "team-a", "uid": "first"}
+        report(api, name, "2026-11-25T10:00:00Z", "AllHeld", message="none is free", involvedObject=about)
+    for name, uid in (("there", "first"), ("anew", "second")):
+        api.store(f"{PODS}/{name}", spec={})
+        api.folder(PODS)[name]["metadata"]["uid"] = uid
+    forbid_the_cluster(api)
+    explained = json.loads(run(api, tmp_path, "-o", "json").stdout)
+    assert [found["pods"] for found in explained] == [["team-a/there"]]
+
+
+def test_without_a_flag_the_namespace_is_that_of_the_context(api: ObjectApi, tmp_path: Path) -> None:
+    ask(api, "wanted")
+    file, cluster = tmp_path / "kubeconfig", {"name": "c", "cluster": {"server": api.server.url}}
+    of_team = {"name": "x", "context": {"cluster": "c", "user": "u", "namespace": "team-a"}}
+    file.write_text(yaml.safe_dump({**KUBECONFIG, "clusters": [cluster], "contexts": [of_team]}))
+    answer = CliRunner().invoke(main, ["why", "--kubeconfig", str(file)])
+    assert "claim team-a/wanted of pod team-a/wanted" in answer.stdout
+
+
+def hold_all(api: ObjectApi, metadata: dict[str, Any], **pod: Any) -> None:
+    """Both GPUs are held by claims of pods ``old-0`` and ``old-1``."""
+    for number in range(2):
+        name = f"old-{number}"
+        hold(api, f"team-a/{name}", "n1", f"gpu-{number}")
+        api.folder(CLAIMS)[name]["status"]["reservedFor"] = [{"resource": "pods", "name": name, "uid": name}]
+        api.store(f"{PODS}/{name}", **pod)
+        api.folder(PODS)[name]["metadata"] |= metadata
+
+
+def of_deployment(revision: str) -> dict[str, Any]:
+    owner = {
+        "kind": "ReplicaSet",
+        "name": f"llm-{revision}",
+        "uid": revision,
+        "controller": True,
+        "apiVersion": "apps/v1",
+    }
+    return {"labels": {"pod-template-hash": revision}, "ownerReferences": [owner]}
+
+
+def test_a_rolling_update_that_waits_for_its_own_old_pods_is_told_the_way_out(api: ObjectApi, tmp_path: Path) -> None:
+    hold_all(api, of_deployment("aaaa"), spec={})
+    ask(api, "wanted")
+    api.folder(PODS)["wanted"]["metadata"] |= of_deployment("bbbb")
+    answer = run(api, tmp_path, "pod/wanted").stdout
+    assert "2 of these are held by other pods of the same Deployment llm" in answer
+    assert "kubectl patch deployment -n team-a llm" in answer
+    hold_all(api, {"labels": {}, "ownerReferences": []}, spec={})
+    assert "Deployment" not in run(api, tmp_path, "pod/wanted").stdout
+
+
+@pytest.mark.parametrize(("held_by", "said"), [(10, "all of these have a lower priority"), (100_000, "")])
+def test_holders_of_lower_priority_are_named_with_what_kubernetes_does_not_do(
+    api: ObjectApi, tmp_path: Path, held_by: int, said: str
+) -> None:
+    hold_all(api, {}, spec={"priority": held_by})
+    ask(api, "wanted", priority=100_000)
+    answer = run(api, tmp_path, "pod/wanted").stdout
+    assert ("does not preempt pods for devices" in answer) == bool(said)
+    assert said in answer
+    [found] = json.loads(run(api, tmp_path, "pod/wanted", "-o", "json").stdout)
+    assert len(found["relations"]) == bool(said)
 
 
 def test_a_namespace_account_without_reports_is_told_what_it_may_not_read(api: ObjectApi, tmp_path: Path) -> None:

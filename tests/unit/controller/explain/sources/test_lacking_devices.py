@@ -333,8 +333,42 @@ def test_gpus_with_faults_are_named() -> None:
 
 
 def test_gpus_kept_for_other_uses_are_named() -> None:
-    there = Situation(node_of("a", uses=frozenset({DeviceKind.PARTITION}))).wants(request(selector=FULL))
-    told(there, ReasonCode.DEDICATED, "other uses")
+    label = "gpu.tessera.dev/dedicated-to=inference"
+    uses = frozenset({DeviceKind.PARTITION})
+    there = Situation(node_of("a", uses=uses, dedicated_by=label)).wants(request(selector=FULL))
+    remedy = "kubectl label node a gpu.tessera.dev/dedicated-to-"
+    told(there, ReasonCode.DEDICATED, "other uses", f"gpu-0, gpu-1 of a (label {label}); {remedy}")
+
+
+def test_gpus_that_settings_keep_for_other_uses_are_told_from_those_with_a_label() -> None:
+    there = Situation(node_of("a", shares=2, shares_only=True)).wants(request(selector=FULL))
+    told(there, ReasonCode.DEDICATED, "gpu-0, gpu-1 of a (--shares or --mig-gpus of its node plugin)")
+
+
+def test_cordoned_and_faulty_gpus_are_named_apart_and_counted_once() -> None:
+    gpus = [
+        fleet_gpu("a", 0, H100, "full"),
+        fleet_gpu("a", 1, fault="cordoned: fan", fault_kind=FaultKind.CORDONED),
+        fleet_gpu("a", 2, fault="Xid 79"),
+    ]
+    there = Situation(gpus).holding("one", "a", "gpu-0").wants(request(selector=FULL))
+    unusable = "2 more can't be used (gpu-1 of a: cordoned: fan; gpu-2 of a: Xid 79)"
+    told(there, ReasonCode.HELD, "none is free, of 1 NVIDIA H100 80GB HBM3 that have it", unusable)
+
+
+def test_every_taint_that_a_pod_does_not_tolerate_is_named() -> None:
+    there = Situation(node_of("a"))
+    there.node("a", taints=[{"key": key, "value": "x", "effect": "NoSchedule"} for key in ("first", "second")])
+    there.wants(request(selector=FULL))
+    told(there, ReasonCode.NO_NODE, "has the taints first=x:NoSchedule, second=x:NoSchedule, which the pod does not")
+
+
+def test_every_rule_that_taints_a_gpu_is_named() -> None:
+    there = Situation([fleet_gpu("a", 0)])
+    for name in ("fan", "power"):
+        there.taint_rule(name, GPU_0, key=name, effect="NoSchedule")
+    there.wants(request(selector=FULL))
+    told(there, ReasonCode.TAINTED, "DeviceTaintRule fan with fan:NoSchedule and DeviceTaintRule power with")
 
 
 def test_of_several_obstacles_the_one_with_the_most_gpus_is_named_with_them() -> None:
@@ -349,7 +383,7 @@ def test_of_several_obstacles_the_one_with_the_most_gpus_is_named_with_them() ->
 
 def test_held_mentions_those_that_cannot_be_used_anyway() -> None:
     gpus = [fleet_gpu("a", 0, H100, "full"), fleet_gpu("a", 1, fault="Xid 79")]
-    told(Situation(gpus).wants(request(selector=FULL)), ReasonCode.HELD, "1 more can't be used (1 on a: Xid 79)")
+    told(Situation(gpus).wants(request(selector=FULL)), ReasonCode.HELD, "1 more can't be used (gpu-1 of a: Xid 79)")
 
 
 @pytest.mark.parametrize(
@@ -513,7 +547,13 @@ def test_gpus_with_a_taint_are_named_beside_those_that_are_held() -> None:
     there = Situation([fleet_gpu("a", 0), fleet_gpu("a", 1, H100, "full")]).holding("one", "a", "gpu-1")
     there.taint_rule("repair", GPU_0, key="broken", value="fan", effect="NoExecute")
     there.wants(request(selector=FULL))
-    told(there, ReasonCode.HELD, "none is free", "default/one", "1 more can't be used (1 on a: DeviceTaintRule repair")
+    told(
+        there,
+        ReasonCode.HELD,
+        "none is free",
+        "default/one",
+        "1 more can't be used (gpu-0 of a: DeviceTaintRule repair",
+    )
 
 
 def test_a_claim_that_becomes_possible_loses_its_reason() -> None:
