@@ -21,7 +21,7 @@ from driver.logs import with_logs
 log = logging.getLogger(__name__)
 
 OF_THEIR_OWN_MODULE = (
-    "cordon", "kueue", "lint", "map", "simulate", "status", "topology", "uninstall", "usage", "web", "why",
+    "cordon", "kueue", "lint", "map", "simulate", "status", "topology", "uninstall", "usage", "version", "web", "why",
 )  # fmt: skip
 COMMAND_MODULES = {
     **{name: f"tessera.commands.{name}" for name in OF_THEIR_OWN_MODULE},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -20,6 +21,7 @@ from driver.kube.types import GpuNodePlan
 from driver.model.plan import PATH
 
 DEFAULT_KUBECONFIG = Path("~/.kube/config")
+UNKNOWN = "unknown"
 
 with_kubeconfig = click.option(
     "--kubeconfig",
@@ -30,6 +32,14 @@ with_kubeconfig = click.option(
 with_driver_name = click.option(
     "--driver-name", default=DEFAULT_DRIVER, show_default=True, help="The DRA driver's name."
 )
+
+
+def package_version(package: str) -> str:
+    """The version of an installed package."""
+    try:
+        return version(package)
+    except PackageNotFoundError:  # it runs from a tree that was never installed
+        return UNKNOWN
 
 
 class ListOnceClient(KubeClient):

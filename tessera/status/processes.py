@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 
 from controller.app import LEASE
 from controller.explain.sources.availability import listed
 from driver.kube.client import Object
 from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING, is_silent
 from kubelet_plugin.status.events import EventReason
-from tessera.cluster_options import cancel_uninstall_command
+from tessera.cluster_options import cancel_uninstall_command, package_version
 from tessera.status.snapshot import CONTROLLER, NODE_PLUGIN, CheckOutput, Listing, Problem, StatusSnapshot, condition_of
 from tessera.tables_and_drawings import counted
 
@@ -75,20 +74,13 @@ def versions(snapshot: StatusSnapshot) -> CheckOutput:
         for pod in snapshot.pods_of(account)
         for container in pod["spec"].get("containers", ())[:1]
     )
-    yield f"this command {_own_version()}"
+    yield f"this command {package_version('tessera-dra')}"
     if images:
         yield ", ".join(f"{image} x{count}" for image, count in images.items())
     elif snapshot.has_read(Listing.PODS):
         yield "no pods"
     if len(images) > 1:
         yield Problem("images", f"{len(images)} versions run at once", "let the rollout end: kubectl rollout status")
-
-
-def _own_version() -> str:
-    try:
-        return version("tessera-dra")
-    except PackageNotFoundError:  # it runs from a tree that was never installed
-        return "unknown"
 
 
 def plugins(snapshot: StatusSnapshot) -> CheckOutput:
