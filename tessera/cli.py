@@ -21,7 +21,7 @@ from driver.logs import with_logs
 log = logging.getLogger(__name__)
 
 OF_THEIR_OWN_MODULE = (
-    "cordon", "kueue", "lint", "map", "simulate", "status", "topology", "uninstall", "usage", "version", "web", "why",
+    "cordon", "kueue", "lint", "map", "simulate", "status", "topology", "uninstall", "usage", "web", "why",
 )  # fmt: skip
 COMMAND_MODULES = {
     **{name: f"tessera.commands.{name}" for name in OF_THEIR_OWN_MODULE},
@@ -30,6 +30,7 @@ COMMAND_MODULES = {
     "sim": "tessera.sim.commands",
     "template": "tessera.commands.node_template",
     "uncordon": "tessera.commands.cordon",
+    "version": "tessera.version",
 }
 """Modules of the commands by name, each loaded only when its command runs: the node plugin must not load them all."""
 

@@ -16,7 +16,7 @@ from controller.demand.device_search import SearchOutcome
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.node_eligibility import Excluded, Exclusion
 from controller.demand.pending_claims import PendingClaim, Queue
-from controller.demand.requirements import ClaimRequirements, DeviceRequest, RequirementsReader
+from controller.demand.requirements import ClaimRequirements, DeviceRequest, RefusedRequest, RequirementsReader, joined
 from controller.explain.sources.availability import Availability, Obstacle, by_obstacle, holders_of, listed, without
 from controller.explain.sources.lacking_devices import Reasoning
 from driver.kube.types import PAUSED
@@ -276,10 +276,32 @@ def _of_nodes(reasoning: Reasoning, pending: PendingClaim, requirements: ClaimRe
     by_exclusion: dict[Excluded, list[str]] = {}
     open_fleet = Fleet.of(without(entry, Obstacle.CLOSED) for entry in feasibility.gpus_on(frozenset(excluded)))
     opened = Feasibility(open_fleet, feasibility.matching, is_hypothetical=True)
+    moved = _with_allocated(reasoning.queue, pending, requirements)
     for node, outcome in opened.outcomes(requirements, frozenset(excluded)):
-        if outcome is SearchOutcome.FITS:
+        if outcome is SearchOutcome.FITS and (
+            Exclusion.OTHER_CLAIM not in excluded[node].kinds or (moved and _fits_on(opened, moved, node))
+        ):
             by_exclusion.setdefault(excluded[node], []).append(node)
     yield from changes_that_admit(by_exclusion)
+
+
+def _fits_on(feasibility: Feasibility, requirements: ClaimRequirements, node: str) -> bool:
+    return feasibility.find_node(requirements, frozenset({node})).outcome is SearchOutcome.FITS
+
+
+def _with_allocated(queue: Queue, pending: PendingClaim, requirements: ClaimRequirements) -> ClaimRequirements | None:
+    """``requirements`` and those of the pod's allocated claims together, as if these were allocated anew.
+
+    None if one of them has devices of other drivers: whether they have more on another node is not known.
+    """
+    claims = [requirements]
+    for claim in filter(None, map(queue.cluster.claims.find, pending.pods[0].claims)):
+        if claim.status.allocation is not None:
+            alternatives = queue.reader.read(claim).requirements
+            if isinstance(alternatives, RefusedRequest) or not alternatives:
+                return None
+            claims.append(alternatives[0])
+    return joined(claims)
 
 
 def changes_that_admit(by_exclusion: Mapping[Excluded, Sequence[str]]) -> Iterator[HelpfulChange]:

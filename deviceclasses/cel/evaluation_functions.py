@@ -17,6 +17,7 @@ from deviceclasses.cel.values import (
     Optional,
     Uint,
     Value,
+    differs,
     equal,
     no_overload,
     same,
@@ -101,7 +102,7 @@ DIRECT: dict[str, Callable[..., Evaluate]] = {
     "or": _absent_or("or"),
     "orValue": _absent_or("orValue"),
     "_==_": lambda left, right: lambda frame: equal(left(frame), right(frame)),
-    "_!=_": lambda left, right: lambda frame: not equal(left(frame), right(frame)),
+    "_!=_": lambda left, right: lambda frame: differs(left(frame), right(frame)),
     "_[_]": lambda operand, key: lambda frame: member(operand(frame), key(frame)),
     "_[?_]": lambda operand, key: lambda frame: optional_member(operand(frame), key(frame)),
 }

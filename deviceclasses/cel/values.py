@@ -234,6 +234,11 @@ def equal(one: Value, other: Value) -> bool:
     return bool(one == other)
 
 
+def differs(one: Value, other: Value) -> bool:
+    """CEL's ``!=``. Values for which ``==`` is an error differ: cel-go asks whether they are equal for certain."""
+    return not same(one, other)
+
+
 SIZED_VALUES = (str, bytes)
 NUMERIC = {int, Uint, float}
 

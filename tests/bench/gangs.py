@@ -184,6 +184,7 @@ class Measurement:
     def _delete(self, gang: str) -> None:
         names = members(gang, self.pods)
         self._all(lambda name: self.client.delete(f"{PODS}/{name}"), names)
+        self._all(self.fleet.kubelets.wait_released, names)
         self._all(lambda name: self.client.delete(f"{CLAIMS}/{name}"), names)
         self.client.delete(f"{POD_GROUPS}/{gang}")
 

@@ -153,7 +153,11 @@ class Reasoning:
         if gang is None or (reason is not None and reason.permanent):
             return reason
         if gang not in self._of_gang:
-            self._of_gang[gang] = reason_of_gang(self.queue, gang)
+            of_gang = reason_of_gang(self.queue, gang)
+            if of_gang is not None and not of_gang.permanent:
+                available = [self.availability(request, pending) for request in self.queue.requests(pending)]
+                of_gang = replace(of_gang, sentence=of_gang.sentence + held_by(available, self.queue.holders))
+            self._of_gang[gang] = of_gang
         return self._of_gang[gang] or reason
 
     def for_claim(self, pending: PendingClaim) -> Reasoning:

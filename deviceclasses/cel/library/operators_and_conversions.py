@@ -37,6 +37,7 @@ from deviceclasses.cel.values import (
     Uint,
     Value,
     compare,
+    differs,
     equal,
     same,
     type_name,
@@ -131,7 +132,7 @@ for _name, _wanted in ORDER.items():
 
 
 function("_==_", [A, A], BOOL, equal)
-function("_!=_", [A, A], BOOL, lambda one, other: not equal(one, other))
+function("_!=_", [A, A], BOOL, differs)
 # The compiler evaluates only one of both values.
 function("_?_:_", [BOOL, A, A], A, lambda condition, yes, no: yes if condition else no)
 

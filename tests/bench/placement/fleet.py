@@ -204,6 +204,7 @@ class Kubelets:
         self._claims = WatchCache(client, f"{RESOURCE_GROUP}/resourceclaims", Claim, _allocated, self._claims_changed)
         self._pods = WatchCache(client, "/api/v1/pods", Pod, _bound, self._pods_changed)
         self._holding: dict[str, Allocated] = {}
+        self._released = threading.Condition(self._lock)
         self.overlaps: list[str] = []
         self.allocations = 0
         self.slices_over_time: list[tuple[float, int]] = [(time.monotonic(), 0)]
@@ -241,6 +242,7 @@ class Kubelets:
             key = Key("default", name)
             wanted = self._claims.get(key) if self._pods.get(key) else None
             known = self._holding.pop(name, None)
+            self._released.notify_all()
             if wanted:
                 self._holding[name] = wanted
             if wanted == known:
@@ -251,6 +253,15 @@ class Kubelets:
                 if wanted:
                     node.inventory.hold(wanted.holder, self._devices(wanted))
                 node.held_changed()
+
+    def wait_released(self, name: str, timeout_s: float = 5.0) -> None:
+        """Wait until no node holds what the claim of this name has: a kubelet unprepares it before it is deallocated.
+
+        A claim that was deallocated first could be given out again while its node withdraws what overlaps it.
+        """
+        pod = Key("default", name)
+        with self._released:
+            self._released.wait_for(lambda: name not in self._holding and not self._pods.get(pod), timeout_s)
 
     def _nodes_of(self, allocated: Allocated | None) -> set[FleetNode]:
         return {self._nodes[pool] for pool, _ in allocated.devices} if allocated else set()

@@ -98,7 +98,9 @@ class Bench:
             client = KubeClient(load_configuration(self.cluster.kubeconfig), "tessera-bench")
             with self._counting(client):
                 before = Before(self._writes(), self._cpu())
-                replay = Replay(client, self.trace, self.unit_s, fleet.admits, self.patience_s)
+                replay = Replay(
+                    client, self.trace, self.unit_s, fleet.admits, fleet.kubelets.wait_released, self.patience_s
+                )
                 replay.run()
                 self.fates = replay.fates
                 return self._result(replay, fleet, before)

@@ -100,12 +100,16 @@ class Fate:
 
 @dataclass
 class Replay:
-    """``unit_s`` is the length of the trace's unit of time in seconds; ``fits`` says whether a key fits anywhere."""
+    """``unit_s`` is the length of the trace's unit of time in seconds; ``fits`` says whether a key fits anywhere.
+
+    ``wait_released`` waits until no node holds the devices of a claim; then it may be deallocated.
+    """
 
     client: KubeClient
     trace: Sequence[Arrival]
     unit_s: float
     fits: Callable[[OfferKind], bool]
+    wait_released: Callable[[str], None]
     patience_s: float = PATIENCE_S
     fates: list[Fate] = field(default_factory=list)
     began: float = 0.0
@@ -163,12 +167,17 @@ class Replay:
         return next((each.message for each in conditions if each.type == "PodScheduled"), "")
 
     def _delete(self, number: int) -> None:
-        for folder in (PODS, CLAIMS):
-            try:
-                self.client.delete(f"{folder}/pod-{number}")
-            except ApiError as error:
-                if error.status != 404:
-                    raise
+        name = f"pod-{number}"
+        self._delete_object(f"{PODS}/{name}")
+        self.wait_released(name)
+        self._delete_object(f"{CLAIMS}/{name}")
+
+    def _delete_object(self, path: str) -> None:
+        try:
+            self.client.delete(path)
+        except ApiError as error:
+            if error.status != 404:
+                raise
 
 
 def _later(requests: ThreadPoolExecutor, work: Callable[[int], None], number: int) -> Callable[[], None]:

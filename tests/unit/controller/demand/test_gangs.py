@@ -205,6 +205,13 @@ def test_the_reason_names_the_gang_and_how_many_of_its_pods_have_room(
     assert sentences(nodes(*free).gang("training", *pods)) == {f"{ReasonCode.GANG}: {sentence}"}
 
 
+def test_the_reason_of_a_gang_names_who_holds_what_it_lacks() -> None:
+    there = nodes(1, gpus=2).gang("training", ONE, ONE).holding("notebook", "node-0", "gpu-1")
+    [sentence] = sentences(there)
+    assert "enough for 1 of them at most, on 1 node" in sentence
+    assert "devices there are held by 1 claim: default/notebook" in sentence
+
+
 def test_a_claim_of_a_gang_that_can_never_be_met_keeps_its_own_reason() -> None:
     there = nodes(8).gang("training", ONE, request(selector=selected_by('productName == "NVIDIA B200"')))
     found = {each.pending.key: each.code for each in reasons_of(there.queue)}

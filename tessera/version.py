@@ -21,19 +21,19 @@ PODS = "/api/v1/pods"
 OF_TESSERA = {"labelSelector": "app.kubernetes.io/name=tessera"}
 
 
-class Container(msgspec.Struct, frozen=True):
+class PodImage(msgspec.Struct, frozen=True):
     image: str = ""
 
 
-class ContainerSpec(msgspec.Struct, frozen=True):
-    containers: tuple[Container, ...] = ()
+class PodImages(msgspec.Struct, frozen=True):
+    containers: tuple[PodImage, ...] = ()
 
 
-class ContainerPod(msgspec.Struct, frozen=True):
+class PodWithImages(msgspec.Struct, frozen=True):
     """A pod, as far as its images matter."""
 
     metadata: ObjectMeta
-    spec: ContainerSpec = ContainerSpec()
+    spec: PodImages = PodImages()
 
 
 @click.command()
@@ -50,12 +50,12 @@ def version(*, client_only: bool, kubeconfig: Path | None, output: str) -> None:
       tessera version
       tessera version --client -o json
     """
-    found = [("this command", "Python", platform.python_version())]
-    found += [("this command", package, package_version(package)) for package in PACKAGES]
+    lines = [("this command", "Python", platform.python_version())]
+    lines += [("this command", package, package_version(package)) for package in PACKAGES]
     if not client_only:
-        found += _in_cluster(kubeconfig)
-    content = [{"where": where, "what": what, "version": number} for where, what, number in found]
-    rows = [[where, printable(what), printable(number)] for where, what, number in found]
+        lines += _in_cluster(kubeconfig)
+    content = [{"where": where, "what": what, "version": number} for where, what, number in lines]
+    rows = [[where, printable(what), printable(number)] for where, what, number in lines]
     show(output, content, columns(["WHERE", "WHAT", "VERSION"], rows))
 
 
@@ -72,7 +72,7 @@ def _in_cluster(kubeconfig: Path | None) -> list[tuple[str, str, str]]:
 def _images(client: KubeClient) -> list[tuple[str, str]]:
     """Each image of Tessera's pods, and how many pods run it."""
     try:
-        pods = list(read_all(client, PODS, ContainerPod, OF_TESSERA))
+        pods = list(read_all(client, PODS, PodWithImages, OF_TESSERA))
     except (ApiError, msgspec.MsgspecError) as error:
         return [("images", f"{UNKNOWN}: {error}")]
     images = Counter(pod.spec.containers[0].image for pod in pods if pod.spec.containers)
