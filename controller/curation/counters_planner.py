@@ -81,7 +81,7 @@ class CountersPlanner:
 
         ``published`` are the present offers, ``protected`` those among them that the scheduler may just have given to
         a pending claim: they stay while they are possible. Demand for kinds that the fleet lacks is ignored.
-        ``asked``: see ``controller.curation.standing_offers``.
+        ``asked``: what claims and templates ask for, waiting or not.
         """
         ranked = self._ranked
         if ranked is None or ranked.fleet is not fleet:
@@ -335,7 +335,7 @@ def _price(
 def smaller_ones(
     fleet: RankedFleet, offered: set[FleetPlace], asked: AskedKinds, published: Collection[FleetPlace]
 ) -> Iterator[FleetPlace]:
-    """For each of ``offered`` a smaller place that overlaps it, if somebody asks for either of the two kinds.
+    """For each of ``offered`` a smaller place that overlaps it, if some claim or template accepts either kind.
 
     A claim that both would serve gets the smaller one, which comes first in the slice; once nothing smaller is left on
     the GPU, the larger one can not be allocated either. Of several such places one of ``published`` is preferred.

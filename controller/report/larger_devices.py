@@ -42,7 +42,8 @@ class LargerDevices:
         taken: Counter[TakenSize] = Counter()
         while self._allocated:
             for device in _larger(queue, fleet, self._allocated.popleft()):
-                taken[TakenSize.WHOLE if device.mask == device.gpu.all_slices else TakenSize.PART] += 1
+                is_whole = device.shares == 1 and device.mask == device.gpu.all_slices
+                taken[TakenSize.WHOLE if is_whole else TakenSize.PART] += 1
         return taken
 
 

@@ -84,6 +84,7 @@ def test_the_wait_of_a_claim_ends_with_its_allocation_and_counts_once() -> None:
         pytest.param(selected_by('type == "mig"'), "gpu-0-mig-7g80gb-0", (0, 1), id="the whole GPU"),
         pytest.param(selected_by('type in ["mig", "gpu"]'), "gpu-0", (0, 1), id="the full device"),
         pytest.param(profile("3g.40gb"), "gpu-0-mig-3g40gb-0", (0, 0), id="by name"),
+        pytest.param(selected_by('type in ["mig", "share"]'), "gpu-0-share-0", (1, 0), id="half of the GPU"),
         pytest.param(selected_by('type == "gpu"'), "gpu-0", (0, 0), id="nothing else would do"),
     ],
 )
@@ -91,7 +92,7 @@ def test_devices_that_are_larger_than_others_that_would_do_are_counted_when_they
     selector: str, device: str, expected: tuple[int, int]
 ) -> None:
     registry = CollectorRegistry()
-    metrics, there = measured(registry), Situation([fleet_gpu("n", 0)])
+    metrics, there = measured(registry), Situation([fleet_gpu("n", 0, shares=2)])
     there.claim("one", request(selector=selector))
     [waiting] = there.claims
     there.claims.clear()
