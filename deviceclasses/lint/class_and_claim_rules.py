@@ -42,6 +42,7 @@ from deviceclasses.lint.satisfiability import (
     parameter_mismatches,
     share_issues,
     too_many_devices,
+    unsatisfiable_capacities,
     unsatisfiable_constraints,
     unsatisfiable_selectors,
 )
@@ -122,6 +123,7 @@ def _claim(devices: Mapping[str, Any], path: str, context: LintContext) -> Itera
             yield Issue(f"{request.path}.deviceClassName", shown(request.class_name), message, Severity.WARNING)
         wrong = list(selector_issues(request.raw, request.path, context.driver, context.facts(request).selectors))
         yield from wrong or unsatisfiable_selectors(request, context)
+        yield from () if wrong else unsatisfiable_capacities(request, context)
         yield from nvidia_selectors(request.raw, request.path, context.driver)
         yield from _all_devices(request, context)
     yield from _repeated(devices, f"{path}.requests", "request")

@@ -18,12 +18,15 @@ from deviceclasses.lint.claim_fields import (
     parameters_of,
     request_names,
     selectors_of,
+    settings_of,
 )
 from deviceclasses.lint.findings import Issue, Severity
-from deviceclasses.lint.selectors.attribute_catalogue import ATTRIBUTES, names_of
-from deviceclasses.lint.selectors.partial_evaluation import may_select, may_select_monitors
+from deviceclasses.lint.selectors.attribute_catalogue import ATTRIBUTES, CAPACITIES, names_of
+from deviceclasses.lint.selectors.memory_bounds import requested_memory_issues
+from deviceclasses.lint.selectors.partial_evaluation import compiled_programs, may_select, may_select_monitors
 from driver.config.opaque_parameters import devices_for
 from driver.config.strict_schema import shown
+from driver.config.suggestions import meant
 from driver.kube.types import MAX_DEVICES
 from driver.model.offer import DeviceKind
 from driver.slices.attributes import PARENT
@@ -71,6 +74,30 @@ def unsatisfiable_selectors(request: RequestFields, context: LintContext) -> Ite
     )
     message = f"{_gives(request, context)}, never what this selector asks for"
     yield Issue(place, shown(expression), f"{message}; take {others.removesuffix(', ')}" if others else message)
+
+
+def unsatisfiable_capacities(request: RequestFields, context: LintContext) -> Iterator[Issue]:
+    """Issues for ``capacity.requests`` that no device of its class can meet.
+
+    The scheduler compares the names as they are written, and takes devices without the capacity for too small.
+    """
+    facts, path = context.facts(request), f"{request.path}.capacity.requests"
+    kinds = _selected_kinds(facts, request.selectors, context)
+    for name, amount in settings_of(request.raw, "capacity.requests").items() if facts.gives else ():
+        plain = name.removeprefix(f"{context.driver}/")
+        if plain != name and plain in CAPACITIES:
+            yield Issue(
+                f"{path}.{name}", shown(name), f"no device has it: names are compared as written; write {plain}"
+            )
+        elif name not in CAPACITIES:
+            hint = meant(name, CAPACITIES) or f"; accepted: {', '.join(sorted(CAPACITIES))}"
+            yield Issue(f"{path}.{name}", shown(name), f"no device of Tessera has this capacity{hint}")
+        elif kinds == {DeviceKind.SHARE}:
+            message = f"{_gives(request, context)}, which have no capacity: a share may use all memory of its GPU"
+            yield Issue(f"{path}.{name}", shown(amount), message)
+        elif name == "memory":
+            programs = compiled_programs((*facts.selectors, *request.selectors))
+            yield from requested_memory_issues(f"{path}.{name}", str(amount), programs, context.driver)
 
 
 def _monitor_issues(request: RequestFields, context: LintContext) -> Iterator[Issue]:

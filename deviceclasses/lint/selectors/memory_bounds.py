@@ -78,12 +78,32 @@ def memory_bound_issues(place: str, program: Program, earlier: Sequence[Program]
             and not _selects((*earlier, program), size, f"{size.memory_mib}Mi", driver)
         ]
         if missed:
-            largest = max(missed, key=lambda size: size.memory_mib)
-            alike = [size for size in missed if size.what == largest.what]
-            least, most = min(size.memory_mib for size in alike), largest.memory_mib
-            amount = f"{most}Mi" if least == most else f"{least}Mi to {most}Mi, depending on the GPU"
-            message = f"leaves out {largest.what}, which has {amount}; {least * MIB // GIB}Gi includes it"
-            yield Issue(place, shown(text), message, Severity.WARNING)
+            yield Issue(place, shown(text), _left_out(missed), Severity.WARNING)
+
+
+def requested_memory_issues(place: str, amount: str, programs: Sequence[Program], driver: str) -> Iterator[Issue]:
+    """Warnings about the memory in ``capacity.requests`` of a request, whose devices ``programs`` select."""
+    try:
+        bound = parse_quantity(amount).value
+    except EvaluationError:
+        return
+    selected = [size for size in memory_sizes() if _selects(programs, size, f"{size.memory_mib}Mi", driver)]
+    missed = [size for size in selected if size.is_meant_by(bound)]
+    if missed:
+        yield Issue(place, shown(amount), _left_out(missed), Severity.WARNING)
+    elif selected and all(size.memory_mib * MIB < bound for size in selected):
+        largest = max(selected, key=lambda size: size.memory_mib)
+        message = f"no device of a known GPU that is selected has so much: {largest.what} has {largest.memory_mib}Mi"
+        yield Issue(place, shown(amount), message, Severity.WARNING)
+
+
+def _left_out(missed: Sequence[MemorySize]) -> str:
+    """The message about the largest of the devices that have a little less than a bound."""
+    largest = max(missed, key=lambda size: size.memory_mib)
+    alike = [size for size in missed if size.what == largest.what]
+    least, most = min(size.memory_mib for size in alike), largest.memory_mib
+    amount = f"{most}Mi" if least == most else f"{least}Mi to {most}Mi, depending on the GPU"
+    return f"leaves out {largest.what}, which has {amount}; {least * MIB // GIB}Gi includes it"
 
 
 def _quantities(node: Expr) -> Iterator[str]:

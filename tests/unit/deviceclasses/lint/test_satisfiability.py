@@ -17,6 +17,7 @@ from tests.support.linting import (
     TYPE,
     claim,
     device_class,
+    findings,
     found,
     opaque,
     request,
@@ -226,3 +227,28 @@ def test_requests_that_are_together_for_more_devices_than_a_claim_can_have_are_n
         "firstAvailable": [{"name": f"a{n}", "deviceClassName": "gpu-training", "count": n} for n in (16, 15)],
     }
     assert found(claim(request("a", count=17), either)) == []
+
+
+@pytest.mark.parametrize(
+    ("device_class", "amounts", "value", "message"),
+    [
+        ("gpu-inference", {"gpu.tessera.dev/memory": "9Gi"}, '"gpu.tessera.dev/memory"', "write memory"),
+        ("gpu-inference", {"memry": "9Gi"}, '"memry"', "did you mean memory?"),
+        ("gpu-inference", {"cores": "9"}, '"cores"', "accepted: memory, multiprocessors"),
+        ("gpu-dev", {"memory": "9Gi"}, '"9Gi"', "shares, which have no capacity"),
+        ("gpu-inference", {"memory": "40Gi"}, '"40Gi"', "leaves out 3g.40gb, which has 40192Mi to 40448Mi"),
+        ("gpu-inference", {"memory": "5Ti"}, '"5Ti"', "no device of a known GPU that is selected has so much"),
+        ("gpu-inference-1g-10gb", {"memory": "20Gi"}, '"20Gi"', "so much: 1g.10gb has"),
+    ],
+)
+def test_capacities_that_nothing_of_the_class_has_are_found(
+    device_class: str, amounts: dict[str, str], value: str, message: str
+) -> None:
+    [finding] = findings(claim(request(device_class=device_class, capacity={"requests": amounts})))
+    assert finding.value == value
+    assert message in finding.message
+
+
+@pytest.mark.parametrize("amount", ["9Gi", "39Gi", "1", 9_000_000_000])
+def test_capacities_that_some_device_of_the_class_has_are_let_be(amount: object) -> None:
+    assert findings(claim(request(device_class="gpu-inference", capacity={"requests": {"memory": amount}}))) == []
