@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.cluster.fleet import Fleet, FleetGpu
+from controller.cluster.kind_sizes import sizes_of
 from controller.curation.counters_planner import CountersPlanner
 from controller.demand.demand import Demand
+from controller.demand.requirements import AskedKinds
 from driver.model.offer import FULL, SHARE, DeviceKind, Offer, OfferKind
 from driver.placement.ranking import Ranking
 from tests.support.fleets import device_of, node, partition, possible, take
@@ -67,7 +69,9 @@ def curate(
     protected: Collection[Offer] = (),
     stickiness: float = 0.5,
 ) -> tuple[Offer, ...]:
-    return CountersPlanner(RANKING, 2, stickiness).curate(fleet, waiting, published, protected)
+    """The offers where somebody asks for devices of every kind."""
+    asked = AskedKinds(frozenset(KEYS))
+    return CountersPlanner(RANKING, 2, stickiness).curate(fleet, waiting, published, protected, asked)
 
 
 def among(offers: Collection[Offer], key: OfferKind, eligible: frozenset[str] | None = None) -> list[Offer]:
@@ -95,11 +99,37 @@ def test_there_are_enough_offers_and_all_are_possible(data: st.DataObject) -> No
     assert set(offers) <= set(every_offer(fleet))
     for key in KEYS:
         of_key = [demand for demand in waiting if demand.kind == key]
-        wanted = max(2, sum(demand.count for demand in of_key))
+        wanted = max(0 if key == partition("7g.80gb") else 2, sum(demand.count for demand in of_key))
         assert len(among(offers, key)) >= fits(fleet, key, wanted)
         for demand in of_key:
             served = len(among(offers, key, demand.eligible))
             assert served >= fits(fleet, key, demand.count, demand.eligible)
+
+
+@given(st.data())
+def test_a_claim_finds_no_larger_offer_left_where_the_smaller_ones_that_it_accepts_are_taken(
+    data: st.DataObject,
+) -> None:
+    fleet = data.draw(fleets())
+    sizes = sizes_of(fleet)
+    choice = data.draw(st.frozensets(st.sampled_from(sorted(sizes)), min_size=2))
+    planner, asked = CountersPlanner(RANKING), AskedKinds(frozenset(KEYS), frozenset({choice}))
+    waiting = data.draw(st.lists(demands(fleet), max_size=3))
+    offers = planner.curate(fleet, waiting, data.draw(some_offers(fleet)), asked=asked)
+    for offer in offers:
+        smaller = [
+            other
+            for other in among_all(every_offer(fleet), choice, offer.gpu)
+            if offer.spot.kind in choice
+            and sizes[other.spot.kind].memory_bytes < sizes[offer.spot.kind].memory_bytes
+            and offer not in {device.offer for device in possible(take(fleet, other).gpus[offer.gpu])}
+        ]
+        assert not smaller or not set(offers).isdisjoint(smaller), offer
+    assert planner.curate(fleet, waiting, offers, asked=asked) == offers
+
+
+def among_all(offers: Collection[Offer], kinds: Collection[OfferKind], gpu: str) -> list[Offer]:
+    return [offer for offer in offers if offer.gpu == gpu and offer.spot.kind in kinds]
 
 
 @given(st.data())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
@@ -18,6 +19,7 @@ from controller.explain.reason import ClaimReason, ReasonCode
 from deviceclasses.cel.engine import Program, compile_selector
 from driver.model.device import Device
 from driver.model.gpu import MigMode
+from driver.model.offer import OfferKind
 from driver.placement.occupancy import GpuState
 from tests.support.fleets import possible
 from tests.support.gpus import H100
@@ -94,6 +96,32 @@ def checked(demand: Demand, there: Situation, selector: str) -> None:
         assert len({uuid.split("/")[0] for uuid in group}) == 1
 
 
+def of_kind(kind: OfferKind) -> str:
+    """A selector for devices of one kind."""
+    return selected_by(f'type == "{kind.type}"', *([f'profile == "{kind.profile}"'] if kind.profile else []))
+
+
+def are_as_small_as_fits(
+    found: list[Demand], there: Situation, selector: str, count: int, nodes: Iterable[str]
+) -> bool:
+    """Whether one kind is asked for, and no smaller one would do on one of ``nodes``."""
+    memory: dict[OfferKind, int] = {}
+    for entry in there.gpus:
+        for device in selected(entry, selector):
+            kind = device.spot.kind
+            memory[kind] = min(device.memory_bytes, memory.get(kind, device.memory_bytes))
+    fitting = [
+        kind
+        for kind in memory
+        if any(fits_by_trying(there, node, f"{selector} && {of_kind(kind)}", count, one_gpu=False) for node in nodes)
+    ]
+    kinds = {demand.kind for demand in found}
+    if not fitting and count > 1:
+        return kinds <= memory.keys() and bool(kinds) == bool(memory)
+    least = min((memory[kind] for kind in fitting or memory), default=0)
+    return [memory[kind] for kind in kinds] == ([least] if memory else [])
+
+
 @given(situations(), st.sampled_from(SELECTORS), st.integers(1, 3))
 def test_demand_names_exactly_the_gpus_whose_devices_match_by_direct_evaluation(
     there: Situation, selector: str, count: int
@@ -102,8 +130,7 @@ def test_demand_names_exactly_the_gpus_whose_devices_match_by_direct_evaluation(
     found = demand_of(there.queue)
     # Where everything of one node is asked for, that node need not have every key that others have.
     whole = {uuid.split("/")[0] for demand in found if demand.all_devices for uuid in demand.eligible or ()}
-    asked = [entry for entry in there.gpus if entry.node in (whole or NODES)]
-    assert {demand.kind for demand in found} == {d.spot.kind for entry in asked for d in selected(entry, selector)}
+    assert are_as_small_as_fits(found, there, selector, count, whole or NODES)
     for demand in found:
         assert demand.count == count
         checked(demand, there, selector)

@@ -33,10 +33,10 @@ def best(profile: str, *held: str) -> str:
     return next(name for name in offers_after(*held) if name.startswith(f"{profile}-"))
 
 
-def test_full_gpus_come_first_then_small_to_large() -> None:
+def test_small_devices_come_first_and_full_gpus_last() -> None:
     names = offers_after()
-    assert names[0] == "gpu-0"
-    assert [name.split("-")[0] for name in names[1:]] == (
+    assert names[-1] == "gpu-0"
+    assert [name.split("-")[0] for name in names[:-1]] == (
         ["1g10gb"] * 7 + ["1g10gbme"] * 7 + ["1g20gb"] * 4 + ["2g20gb"] * 3 + ["3g40gb"] * 2 + ["4g40gb", "7g80gb"]
     )
 

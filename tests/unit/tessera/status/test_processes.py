@@ -106,5 +106,5 @@ def test_a_tree_that_was_never_installed_has_no_version(monkeypatch: pytest.Monk
     def version_of(package: str) -> str:
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr("tessera.status.processes.version", version_of)
+    monkeypatch.setattr("tessera.cluster_options.version", version_of)
     assert result(SOUND, "versions").summary.startswith("this command unknown, ")
