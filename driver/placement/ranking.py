@@ -206,6 +206,11 @@ def order_offers(devices: Iterable[Device], occupied: Mapping[str, int]) -> list
     return sorted(offers, key=lambda device: _key(device, gpus[device.gpu.uuid]))
 
 
+def full_first(devices: Iterable[Device], occupied: Mapping[str, int]) -> list[Device]:
+    """As ``order_offers``, but full GPUs first: the order in which to choose where not all can be offered."""
+    return sorted(order_offers(devices, occupied), key=lambda device: device.kind is not DeviceKind.FULL)
+
+
 def _key(device: Device, gpu: RankedGpu) -> tuple[int, int, int, str, tuple[float, float, int, int], int, str]:
     kind, name = KIND_ORDER.index(device.kind), (len(device.name), device.name)
     if device.profile is None:

@@ -19,7 +19,7 @@ from driver.model.device import SLICE_VALUE, Device, Monitor
 from driver.model.gpu import Gpu, Limit, MigMode, Profile, heaviest, limits_of
 from driver.model.gpu_events_and_conditions import DeviceCondition
 from driver.model.offer import DeviceKind
-from driver.placement.ranking import order_offers
+from driver.placement.ranking import full_first, order_offers
 from driver.slices.attributes import attributes, capacity, monitor_attributes, quantity
 from driver.slices.slice_names import DEVICES_PER_GPU, Pool, counter_set
 
@@ -285,7 +285,7 @@ def limited(published: int, new: Collection[Device], occupied: int) -> set[str]:
     room = max(0, DEVICES_PER_GPU - published)
     if len(new) <= room:
         return {device.name for device in new}
-    ordered = order_offers(new, dict.fromkeys((device.gpu.uuid for device in new), occupied))
+    ordered = full_first(new, dict.fromkeys((device.gpu.uuid for device in new), occupied))
     spare = [device for device in ordered if device.kind is DeviceKind.SHARE][1:]
     names = {device.name for device in spare}
     by_turn = [*(device for device in ordered if device.name not in names), *spare]

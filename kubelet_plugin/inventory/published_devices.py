@@ -14,7 +14,7 @@ from driver.model.gpu_events_and_conditions import DeviceCondition
 from driver.model.offer import DeviceKind, Offer
 from driver.model.plan import OfferMode
 from driver.placement.occupancy import GpuState, possible_kinds
-from driver.placement.ranking import order_offers
+from driver.placement.ranking import full_first
 from driver.slices.build import PublishedGpu, limited
 
 
@@ -210,7 +210,7 @@ class PublishableGpu:
     def _fitting_together(self, devices: Iterable[Device], published: Sequence[Device] = ()) -> list[Device]:
         """Those of ``devices`` that fit next to ``published`` and each other, the first in a fixed order."""
         chosen: list[Device] = []
-        for device in order_offers(devices, {}):
+        for device in full_first(devices, {}):
             if GpuState.of(self.gpu, (*published, *chosen), self.foreign.mask).fits(device):
                 chosen.append(device)
         return chosen

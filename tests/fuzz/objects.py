@@ -42,6 +42,7 @@ class Hostile:
         metadata = self._metadata(kind, version)
         makers: Mapping[str, Callable[[], Object]] = {
             "resourceclaims": self._claim,
+            "resourceclaimtemplates": lambda: {"spec": {"spec": self._claim()["spec"]}},
             "pods": self._pod,
             "podgroups": self._pod_group,
             "nodes": self._node,
@@ -106,7 +107,7 @@ class Hostile:
     def _metadata(self, kind: str, version: int) -> Object:
         name = f"{self._pick('o', 'x' * 240)}-{self._random.randrange(60)}"
         found: Object = {"name": name, "uid": f"uid-{name[-6:]}", "resourceVersion": str(version)}
-        if kind in ("resourceclaims", "pods", "podgroups"):
+        if kind in ("resourceclaims", "resourceclaimtemplates", "pods", "podgroups"):
             found["namespace"] = self._pick(*NAMESPACES)
         names = {"nodes": NODES, "gpunodeplans": NODES, "deviceclasses": CLASSES}.get(kind)
         if names is not None and not self._one_in(4):

@@ -38,7 +38,8 @@ OBJECTS_OF_COMMANDS = 100
 """One of so many objects is given to the commands for files, which take longer."""
 
 SHARE = {
-    "resourceclaims": 57,
+    "resourceclaims": 52,
+    "resourceclaimtemplates": 5,
     "pods": 24,
     "podgroups": 3,
     "nodes": 3,
