@@ -58,9 +58,7 @@ def _larger(queue: Queue, fleet: Fleet, claim: Claim) -> Iterator[Device]:
             continue
         for gpu in fleet.nodes.get(result.pool.removesuffix(f"-{driver}"), ()):
             device, accepted = gpu.device_named(result.device), request.selector.on(gpu)
-            if device is not None and any(
-                other.memory_bytes < device.memory_bytes
-                for other in gpu.layout.devices.values()
-                if accepted.has(*other.spot)
-            ):
+            # Equal layouts have equal devices, but of GPUs without MIG not equal sizes.
+            others = [gpu.device(spot) for spot in gpu.layout.devices if accepted.has(*spot)] if device else []
+            if device and any(other and other.memory_bytes < device.memory_bytes for other in others):
                 yield device

@@ -103,3 +103,19 @@ def test_devices_that_are_larger_than_others_that_would_do_are_counted_when_they
         metrics.decision_made(there.queue, there.queue.feasibility.fleet, (), {}, reported({}))
     name = "tessera_larger_devices_taken_total"
     assert tuple(registry.get_sample_value(name, {"size": size}) for size in ("part", "whole")) == expected
+
+
+def test_sizes_are_those_of_the_gpus_own_product() -> None:
+    small, large = (
+        fleet_gpu(node, 7, product, shares=2) for node, product in (("s", "Tesla T4"), ("l", "NVIDIA L40S"))
+    )
+    assert small.layout is large.layout, "products without MIG have the same devices, of different sizes"
+    registry, there = CollectorRegistry(), Situation([small, large])
+    metrics = measured(registry)
+    there.claim("one", request(selector=selected_by('type in ["gpu", "share"]')))
+    [waiting] = there.claims
+    results = [{"request": "gpu", "driver": DRIVER, "pool": f"l-{DRIVER}", "device": "gpu-7-share-0"}]
+    allocation = {"allocation": {"devices": {"results": results}}}
+    metrics.claim_changed(waiting, msgspec.structs.replace(waiting, status=msgspec.convert(allocation, ClaimStatus)))
+    metrics.decision_made(there.queue, there.queue.feasibility.fleet, (), {}, reported({}))
+    assert registry.get_sample_value("tessera_larger_devices_taken_total", {"size": "part"}) == 0
