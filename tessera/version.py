@@ -30,7 +30,7 @@ class PodImages(msgspec.Struct, frozen=True):
 
 
 class PodWithImages(msgspec.Struct, frozen=True):
-    """A pod, as far as its images matter."""
+    """A pod with the images of its containers only."""
 
     metadata: ObjectMeta
     spec: PodImages = PodImages()

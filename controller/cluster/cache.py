@@ -53,9 +53,8 @@ MAX_SHARED_VALUES = 1 << 14
 MAX_SHARED_BYTES = 1 << 12
 """Size of the largest of them: a spec that hardly any other claim has may take most of a MiB."""
 
-
 TEMPLATE_HASH = "pod-template-hash"
-"""The label by which a Deployment tells the pods of its ReplicaSets apart."""
+"""The label that differs between the pods of a Deployment's ReplicaSets."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,8 @@ class ClusterCache:
         }
         self._pod_groups = pod_groups(client, on_change)
         self._taint_rules = device_taint_rules(client, on_change)
-        self._templates = claim_templates(client, _kept_template, on_change)
-        self._optional: tuple[OptionalCache[Any], ...] = (self._pod_groups, self._taint_rules, self._templates)
+        self.templates = claim_templates(client, _kept_template, on_change)
+        self._optional: tuple[OptionalCache[Any], ...] = (self._pod_groups, self._taint_rules, self.templates)
 
     def _cache(
         self,
@@ -182,10 +181,6 @@ class ClusterCache:
         with self._lock:
             return self._claim_index.held(pool)
 
-    @property
-    def templates(self) -> OptionalCache[ClaimTemplate]:
-        return self._templates
-
     def observe_plan(self, stored: Mapping[str, Any]) -> None:
         """Take over a plan that this controller wrote, ahead of the watch and without calling ``on_change``."""
         self._own_write.active = True
@@ -198,7 +193,7 @@ class ClusterCache:
         """The present state. ``changed`` accumulates until ``acknowledge``, so that a failed decision loses nothing."""
         classes, pods = tuple(self._classes.snapshot().values()), tuple(self._pods.snapshot().values())
         groups, rules = self._pod_groups.snapshot(), tuple(self._taint_rules.snapshot().values())
-        templates = tuple(self._templates.snapshot().values())
+        templates = tuple(self.templates.snapshot().values())
         with self._lock:
             outdated, self._outdated = self._outdated, set()
             changed_nodes, self._outdated_nodes = self._outdated_nodes, set()

@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import combinations
 from typing import TypeVar
 
+from controller.cluster.node_use_labels import UseLabel
 from driver.model.device import Device, devices_of
 from driver.model.gpu import Gpu
 from driver.model.offer import DeviceKind, Offer, Spot
@@ -36,8 +37,7 @@ class FleetGpu:
     ``number`` is the one in its device names; ``shares`` into how many it is divided (0: none); ``foreign`` the bit
     mask of memory slices under partitions that Tessera did not make; ``held`` what claims have, prepared or not.
     ``uses`` are the kinds of device that the label ``dedicated_by`` allows; ``why_no_offers``: why its node accepts no
-    offers.
-    ``tainted``: for the claim in question, the DeviceTaintRule that keeps it from the GPU.
+    offers. ``tainted``: for the claim in question, the DeviceTaintRules, with their taints, that keep it from the GPU.
     """
 
     node: str
@@ -50,9 +50,9 @@ class FleetGpu:
     fault: str | None = None
     fault_kind: FaultKind | None = None
     uses: frozenset[DeviceKind] = frozenset(DeviceKind)
-    dedicated_by: str = ""
+    dedicated_by: UseLabel | None = None
     why_no_offers: str = ""
-    tainted: str = ""
+    tainted: tuple[str, ...] = ()
     empty: InitVar[FleetGpu | None] = None
     """The same GPU with nothing held, if there is one already; ``replace`` does not take it over."""
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from controller.cluster.fleet import Fleet, FleetGpu
-from driver.model.offer import FULL, SHARE, DeviceKind, OfferKind
-from driver.placement.occupancy import geometry_of
+from driver.model.device import Device, devices_of
+from driver.model.offer import DeviceKind, OfferKind
 
 
 class KindSize(NamedTuple):
@@ -19,6 +19,12 @@ class KindSize(NamedTuple):
     compute_slices: float
     name: str
 
+    @classmethod
+    def of(cls, device: Device) -> KindSize:
+        without_profile = 0 if device.kind is DeviceKind.SHARE else math.inf
+        compute_slices = without_profile if device.profile is None else device.profile.compute_slices
+        return cls(device.memory_bytes, compute_slices, str(device.spot.kind))
+
 
 def sizes_of(fleet: Fleet) -> dict[OfferKind, KindSize]:
     """The size of each kind of device in ``fleet``; where it differs between products, the smallest.
@@ -27,15 +33,19 @@ def sizes_of(fleet: Fleet) -> dict[OfferKind, KindSize]:
     """
     sizes: dict[OfferKind, KindSize] = {}
     for gpu in _of_each_product(fleet):
-        for kind, size in _sizes_on(gpu):
-            sizes[kind] = min(size, sizes.get(kind, size))
+        for device in _devices_on(gpu):
+            size = KindSize.of(device)
+            sizes[device.spot.kind] = min(size, sizes.get(device.spot.kind, size))
     return sizes
 
 
 @dataclass(frozen=True)
 class ProfileSizes:
-    """``smallest``: by kind that is the smallest partition of some product, the UUIDs of GPUs of these products; None:
-    all that have the kind. ``whole``: kinds of partitions that are as large as their GPU."""
+    """The smallest profile of each product, and the profiles that are as large as the GPU.
+
+    ``smallest``: by kind that is the smallest partition of some product, the UUIDs of the GPUs of these products; None:
+    all GPUs that have the kind. ``whole``: kinds of partitions that are as large as their GPU.
+    """
 
     smallest: Mapping[OfferKind, frozenset[str] | None]
     whole: frozenset[OfferKind]
@@ -46,12 +56,11 @@ class ProfileSizes:
         having: dict[tuple[object, ...], frozenset[OfferKind]] = {}
         whole = set[OfferKind]()
         for gpu in _of_each_product(fleet):
-            sizes = {kind: size for kind, size in _sizes_on(gpu) if kind.type is DeviceKind.PARTITION}
-            having[_product(gpu)] = frozenset(sizes)
-            if sizes:
-                smallest_on[_product(gpu)] = min(sizes, key=sizes.__getitem__)
-            geometry = geometry_of(gpu.gpu.memory_slices, gpu.gpu.profiles)
-            whole |= {kind for kind in sizes if geometry.windows[kind.profile or ""] == (geometry.all_slices,)}
+            partitions = [device for device in _devices_on(gpu) if device.kind is DeviceKind.PARTITION]
+            having[_product(gpu)] = frozenset(device.spot.kind for device in partitions)
+            if partitions:
+                smallest_on[_product(gpu)] = min(partitions, key=KindSize.of).spot.kind
+            whole |= {device.spot.kind for device in partitions if device.mask == gpu.gpu.all_slices}
         smallest: dict[OfferKind, frozenset[str] | None] = {}
         for kind in smallest_on.values():
             products = {product for product, smallest_kind in smallest_on.items() if smallest_kind == kind}
@@ -71,9 +80,5 @@ def _of_each_product(fleet: Fleet) -> list[FleetGpu]:
     return list({_product(gpu): gpu for gpu in reversed([*fleet])}.values())
 
 
-def _sizes_on(gpu: FleetGpu) -> Iterator[tuple[OfferKind, KindSize]]:
-    yield SHARE, KindSize(gpu.gpu.memory_bytes // max(gpu.shares, 1), 0, str(SHARE))
-    for profile in gpu.gpu.profiles:
-        kind = OfferKind(DeviceKind.PARTITION, profile.name)
-        yield kind, KindSize(profile.memory_bytes, profile.compute_slices, profile.name)
-    yield FULL, KindSize(gpu.gpu.memory_bytes, math.inf, str(FULL))
+def _devices_on(gpu: FleetGpu) -> tuple[Device, ...]:
+    return devices_of(gpu.gpu, gpu.number, gpu.shares)

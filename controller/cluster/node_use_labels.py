@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from driver.config.suggestions import meant
 from driver.model.offer import DeviceKind
@@ -24,6 +25,16 @@ USES: Mapping[str, frozenset[DeviceKind]] = {
 EVERY_USE = frozenset(DeviceKind)
 
 
+class UseLabel(NamedTuple):
+    """A label that dedicates the GPUs of a node, or one of them, to a use."""
+
+    name: str
+    use: str
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.use}"
+
+
 @dataclass(frozen=True)
 class Dedication:
     """The use of a node (None: any), and of those of its GPUs that have one of their own, by number."""
@@ -35,11 +46,11 @@ class Dedication:
         """The kinds of device that GPU may be offered as."""
         return USES.get(self.gpus.get(number, self.node or ""), EVERY_USE)
 
-    def label(self, number: int) -> str:
-        """The label, with its value, that decides about that GPU; empty if none does."""
+    def label(self, number: int) -> UseLabel | None:
+        """The label that decides about that GPU; None if none does."""
         if number in self.gpus:
-            return f"gpu-{number}.{DEDICATED_TO}={self.gpus[number]}"
-        return f"{DEDICATED_TO}={self.node}" if self.node else ""
+            return UseLabel(f"gpu-{number}.{DEDICATED_TO}", self.gpus[number])
+        return UseLabel(DEDICATED_TO, self.node) if self.node else None
 
 
 UNDEDICATED = Dedication()

@@ -45,15 +45,15 @@ class CountersPlanner:
         self.stickiness = stickiness
         self._ranked: RankedFleet | None = None
         self._wider_offers = WiderOffers()
-        self._smaller_ones: frozenset[Offer] = frozenset()
-        """The offers of the last plan that only stand next to larger ones."""
+        self._overlapping_offers: frozenset[Offer] = frozenset()
+        """The offers of the last plan that it has only because they overlap larger ones."""
 
     @property
     def next_s(self) -> float | None:
         return self._wider_offers.next_s
 
     def plan(self, queue: Queue, devices: DeviceIndex, announced: Collection[Offer]) -> PlannedOffers:
-        """Offers that serve the demand of pending claims, and ``offers`` of each standing kind if there is room.
+        """Offers that serve the demand of pending claims, and ``offers`` of each default kind if there is room.
 
         Published offers of a kind that is in demand are kept: the scheduler may just have given one to a claim.
         ``announced`` offers count as present, too: otherwise decisions that follow each other quickly would choose them
@@ -74,14 +74,14 @@ class CountersPlanner:
         protected: Collection[Offer] = (),
         asked: AskedKinds = NOTHING_ASKED,
     ) -> tuple[Offer, ...]:
-        """The offers of every kind that is standing or in demand, in a fixed order.
+        """The offers of the default kinds and of the kinds in demand, in a fixed order.
 
         Offers for pending claims of different kinds, new and present ones, overlap only where there is not enough room:
         then the allocation of one claim takes no offer away from another, and a burst of pods needs few decisions.
 
         ``published`` are the present offers, ``protected`` those among them that the scheduler may just have given to
         a pending claim: they stay while they are possible. Demand for kinds that the fleet lacks is ignored.
-        ``asked``: what claims and templates ask for, waiting or not.
+        ``asked``: the kinds that all claims and templates ask for, pending or not.
         """
         ranked = self._ranked
         if ranked is None or ranked.fleet is not fleet:
@@ -90,18 +90,18 @@ class CountersPlanner:
         for demand in demands:
             by_kind[demand.kind].append(demand)
         present = {offer: place for offer in published if (place := ranked.place(offer)) is not None}
-        # What stands next to larger offers is in the wrong place for those who ask for it.
-        places = {offer: place for offer, place in present.items() if offer not in self._smaller_ones}
+        # Offers that were chosen for their overlap are not the best places for claims of their kind.
+        places = {offer: place for offer, place in present.items() if offer not in self._overlapping_offers}
         keep = {places[offer] for offer in protected if offer in places}
         chosen: set[FleetPlace] = set()
         for_pending: tuple[FleetPlace, ...] = ()
         awaited = {place for place in places.values() if place.spot.kind in by_kind}
-        standing = ranked.standing_kinds(asked)
+        default_kinds = ranked.default_kinds(asked)
         for kind in sorted(ranked.kinds, key=ranked.sizes.__getitem__, reverse=True):
             of_kind = {place for place in places.values() if place.spot.kind == kind}
             eligible_for_all = [demand.eligible for demand in by_kind.get(kind, ()) if demand.all_devices]
             fixed = (of_kind & keep).union(*(ranked.places(kind, eligible) for eligible in eligible_for_all))
-            at_least = Need(standing.get(kind), self.offers if kind in standing else 0)
+            at_least = Need(default_kinds.get(kind), self.offers if kind in default_kinds else 0)
             needs = needs_of(ranked, kind, by_kind.get(kind, ()), of_kind, at_least)
             awaited -= of_kind
             to_avoid = ((*for_pending, *sorted(awaited)), for_pending) if kind in by_kind else ()
@@ -113,8 +113,8 @@ class CountersPlanner:
                     break
             for_pending += tuple(sorted(selection.draft.places)) if avoided in to_avoid else ()
             chosen |= selection.draft.places.union(selection.extra)
-        smaller = {*smaller_ones(ranked, chosen, asked, present.values())} if asked.choices else set()
-        self._smaller_ones = frozenset(map(ranked.offer, smaller))
+        smaller = {*overlapping_smaller_places(ranked, chosen, asked, present.values())} if asked.choices else set()
+        self._overlapping_offers = frozenset(map(ranked.offer, smaller))
         return tuple(ranked.offer(place) for place in sorted(chosen | smaller))
 
 
@@ -332,13 +332,13 @@ def _price(
     return shared, published_count < count, round(growth, 6)
 
 
-def smaller_ones(
+def overlapping_smaller_places(
     fleet: RankedFleet, offered: set[FleetPlace], asked: AskedKinds, published: Collection[FleetPlace]
 ) -> Iterator[FleetPlace]:
-    """For each of ``offered`` a smaller place that overlaps it, if some claim or template accepts either kind.
+    """For each of ``offered`` a smaller place that overlaps it, if some claim or template accepts both kinds.
 
-    A claim that both would serve gets the smaller one, which comes first in the slice; once nothing smaller is left on
-    the GPU, the larger one can not be allocated either. Of several such places one of ``published`` is preferred.
+    A claim that accepts both kinds gets the smaller device, which comes first in the slice. While the smaller device is
+    held, shared counters exclude the larger one. Of several such places one of ``published`` is preferred.
     """
     sizes = fleet.sizes
     for place in sorted(offered):

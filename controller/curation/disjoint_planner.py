@@ -89,7 +89,7 @@ class DisjointPlanner:
                 done.add(gang)
             elif planned.keys().isdisjoint(pending.key for pending in queue.of_pod(pod)):
                 planned |= plan.serve_pod(pod, preferred_nodes)
-        plan.fill(self._offers, ranked.standing_kinds(queue.asked))
+        plan.fill(self._offers, ranked.default_kinds(queue.asked))
         by_claim = {key: tuple(map(ranked.offer, places)) for key, places in planned.items()}
         requested = frozenset(place.spot.kind for places in planned.values() for place in places)
         return PlannedOffers(tuple(map(ranked.offer, sorted(plan.places))), requested, by_claim)
@@ -166,12 +166,12 @@ class _Plan:
                 self._unmet.add(need)
         return {}
 
-    def fill(self, count: int, standing: Mapping[OfferKind, Eligible]) -> None:
-        """Plan ``count`` more offers of each of the ``standing`` kinds, if there is room."""
-        small_to_large = sorted(standing.keys() - {FULL, SHARE}, key=self._fleet.sizes.__getitem__)
+    def fill(self, count: int, default_kinds: Mapping[OfferKind, Eligible]) -> None:
+        """Plan ``count`` more offers of each of ``default_kinds``, if there is room."""
+        small_to_large = sorted(default_kinds.keys() - {FULL, SHARE}, key=self._fleet.sizes.__getitem__)
         one_of_each = [SHARE, *small_to_large]
         for kind in [FULL] * count + one_of_each * count:
-            place = self._spare(kind, standing.get(kind))
+            place = self._spare(kind, default_kinds.get(kind))
             if place is not None:
                 self._add(place)
 

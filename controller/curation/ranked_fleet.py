@@ -87,16 +87,16 @@ class RankedFleet:
         self.candidates = {kind: self._candidates(kind, same, changed) for kind in self.kinds}
         """By kind, the best place of each clique that has one."""
 
-    def standing_kinds(self, asked: AskedKinds) -> dict[OfferKind, Eligible]:
-        """The kinds that are offered though no claim waits for them, and on which GPUs (None: on all).
+    def default_kinds(self, asked: AskedKinds) -> dict[OfferKind, Eligible]:
+        """The kinds that are offered without pending claims, and the GPUs that offer them (None: all).
 
-        Full GPUs, shares, the smallest profile of each product, and larger ones that somebody asks for, but none that
-        is as large as the GPU: a claim that matches several profiles takes the first that is offered.
+        These are full GPUs, shares, the smallest profile of each product, and larger profiles in ``asked``. Profiles as
+        large as the GPU are excluded: a claim that matches several profiles takes the first that is offered.
         """
         kinds, profiles = frozenset(self.kinds), self.profiles
         partitions = {**profiles.smallest, **dict.fromkeys(asked.kinds)}
-        standing = {kind: gpus for kind, gpus in partitions.items() if kind in kinds - profiles.whole}
-        return standing | {kind: None for kind in kinds if kind.type is not DeviceKind.PARTITION}
+        default = {kind: gpus for kind, gpus in partitions.items() if kind in kinds - profiles.whole}
+        return default | {kind: None for kind in kinds if kind.type is not DeviceKind.PARTITION}
 
     def uuid(self, place: FleetPlace) -> str:
         return self.gpus_by_clique[place.clique][place.position].gpu.uuid

@@ -25,7 +25,6 @@ from controller.demand.feasibility import Matching
 from controller.demand.node_eligibility import Eligibility
 from controller.demand.pending_claims import Queue
 from controller.demand.queued_workloads import WorkloadQueue
-from controller.demand.requirements import RequirementsReader
 from controller.settings import ControllerSettings
 from driver.kube.client import KubeClient
 from driver.kube.types import ExactDeviceRequest
@@ -154,8 +153,7 @@ class ReadStage:
         if self._prepared == (classes, seen.fleet.hardware):
             return
         self._prepared = (classes, seen.fleet.hardware)
-        reader = RequirementsReader(self._matching, classes, seen.fleet)
         for device_class in classes:
-            selector = reader.selector_of(ExactDeviceRequest(device_class.metadata.name), "")
+            selector = seen.queue.reader.selector_of(ExactDeviceRequest(device_class.metadata.name), "")
             if selector is not None:
                 deque(selector.among(seen.fleet), maxlen=0)

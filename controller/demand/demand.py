@@ -84,7 +84,7 @@ def _kinds_requested_whole(queue: Queue) -> Iterator[tuple[SelectedKind, Group]]
 def _of_claim(queue: Queue, pending: PendingClaim) -> Iterator[Demand]:
     """For each request demand for the smallest kind of device that it selects and that there is room for.
 
-    The scheduler takes what is offered, so a larger one must not be: a claim for 2 GiB would get a whole GPU.
+    Larger kinds are not offered for it, because the scheduler might allocate them: a whole GPU for a claim of 2 GiB.
     """
     requirements = queue.preferred_requirements(pending)
     if requirements is None:
@@ -124,7 +124,10 @@ def _of_kind(
         return
     by_placement = selected.starts is not None
     anywhere = not by_placement and len(eligible) == feasibility.gpus_with(selected.kind)
-    together = feasibility.sufficient_gpu_sets(request, selected, nodes, attributes) if request.count != 1 else ()
+    together: tuple[frozenset[str], ...] = ()
+    if request.count != 1:
+        query = (request, selected, nodes, attributes)
+        together = feasibility.sufficient_gpu_sets(*query) or tuple(map(frozenset, feasibility.gpu_sets(*query)))
     yield Demand(selected.kind, count, None if anywhere else eligible, together, all_devices=by_placement)
 
 

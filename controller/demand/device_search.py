@@ -70,7 +70,7 @@ def refuses_request_for_all(gpu: FleetGpu, matches: Matches) -> bool:
     """
     if any(matches.has(*device.spot) for device in gpu.held):
         return True
-    return bool(gpu.tainted) and bool(free_spots(replace(gpu, tainted="").state, matches))
+    return bool(gpu.tainted) and bool(free_spots(replace(gpu, tainted=()).state, matches))
 
 
 class SearchOutcome(Enum):
@@ -248,7 +248,7 @@ class _DeviceSearch:
     def _choices(self, index: int, states: States, values: Values) -> Iterator[tuple[int, Spot, Values]]:
         """Spots for one more device and the values of the constraints with it; of equivalent spots the first.
 
-        What is recorded is to be the smallest devices, so spots for these come first.
+        A recording search tries spots for small devices first, so that it records small devices.
         """
         choices = self._different_choices(index, states, values)
         if not self._records:

@@ -139,7 +139,7 @@ class Feasibility:
         """
         if self._memory.ideal is None:
             fleet = self.fleet.unheld
-            fleet = fleet.changed(replace(gpu, tainted="") for gpu in fleet if gpu.tainted)
+            fleet = fleet.changed(replace(gpu, tainted=()) for gpu in fleet if gpu.tainted)
             self._memory.ideal = Feasibility(fleet, self.matching, is_hypothetical=True, is_ideal=True)
         return self._memory.ideal
 
@@ -264,16 +264,13 @@ class Feasibility:
         self, request: DeviceRequest, selected: SelectedKind, nodes: Nodes, attributes: tuple[str, ...]
     ) -> bool:
         """Whether as many ``selected`` devices as the request counts are free on a node, of equal ``attributes``."""
-        query = (request, selected, nodes, attributes)
+        if request.count != 1 or attributes:
+            return bool(self.sufficient_gpu_sets(request, selected, nodes, attributes))
+        query = (request, selected, nodes)
         if query not in self._rooms:
-            if request.count == 1 and not attributes:
-                only, gpus = shared_matches((selected,)), self.kinds(request.selector, nodes)[selected]
-                able = (gpu for node in self.nodes if node in nodes for gpu in self._free_on(node) if gpu in gpus)
-                room = any(most_devices(self.state(self.fleet.gpus[gpu]), only) for gpu in able)
-            else:
-                sets, count = self.gpu_sets(request, selected, nodes, attributes), self.count(request, selected, nodes)
-                room = any(self._capacity(gpus, selected) >= count > 0 for gpus in sets)
-            _remember(self._rooms, query, room)
+            gpus = self.kinds(request.selector, nodes)[selected]
+            able = (gpu for node in self.nodes if node in nodes for gpu in self._free_on(node) if gpu in gpus)
+            _remember(self._rooms, query, any(self._capacity([gpu], selected) for gpu in able))
         return self._rooms[query]
 
     def _free_on(self, node: str) -> Iterator[str]:
@@ -353,12 +350,12 @@ class Feasibility:
     def sufficient_gpu_sets(
         self, request: DeviceRequest, selected: SelectedKind, nodes: Nodes, attributes: tuple[str, ...]
     ) -> tuple[Group, ...]:
-        """The ``gpu_sets`` that can provide the devices; all of them if none has the capacity at present."""
+        """The ``gpu_sets`` that can provide the devices at present."""
         query = (request, selected, nodes, attributes)
         if query not in self._groups:
             sets, count = self.gpu_sets(request, selected, nodes, attributes), self.count(request, selected, nodes)
             enough = [gpus for gpus in sets if self._capacity(gpus, selected) >= count > 0]
-            _remember(self._groups, query, tuple(map(frozenset, enough or sets)))
+            _remember(self._groups, query, tuple(map(frozenset, enough)))
         return self._groups[query]
 
     def count(self, request: DeviceRequest, selected: SelectedKind, nodes: Nodes) -> int:

@@ -198,7 +198,7 @@ class Queue:
 
     @cached_property
     def asked(self) -> AskedKinds:
-        """What all claims and templates of the cluster ask for, pending or not."""
+        """The kinds that all claims and templates of the cluster ask for, pending or not."""
         memory = self.feasibility.matching.memory.asked
         return memory.update(self.cluster, self.reader, self.feasibility.smallest_first)
 

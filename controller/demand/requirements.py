@@ -1,15 +1,15 @@
 """The requirements of claims: their requests with compiled selectors, for each combination of alternatives (pure).
 
-Also which kinds of devices all claims and templates of the cluster ask for, whether a pod waits for them or not: a
-device of a larger profile is offered before a claim waits for it only where somebody is known to want it.
+It also finds the kinds of devices that all claims and templates of the cluster ask for, pending or not: a larger
+profile is offered before a claim waits for it only if one of them asks for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, product, repeat
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from controller.cluster.claim_index import ClusterState, WrittenSpec
 from controller.cluster.fleet import Fleet
@@ -35,7 +35,7 @@ MAX_COMBINATIONS = 64
 """Combinations of a claim's alternatives that are considered, in the scheduler's order."""
 
 MAX_SPECS = 512
-"""Different specs of claims, and of templates, whose kinds are considered: a tenant may write any number of them."""
+"""Maximum distinct specs of claims, and of templates, whose kinds are considered: tenants may write any number."""
 
 SHOWN_CLASSES = 6
 """DeviceClasses that a message names."""
@@ -259,20 +259,16 @@ class AskedKinds(NamedTuple):
 NOTHING_ASKED = AskedKinds()
 
 
-class KindOfSelected(Protocol):
-    @property
-    def kind(self) -> OfferKind: ...
-
-
-class SmallestFirst(Protocol):
-    """The kinds of devices that a selector selects in the whole cluster, the smallest first."""
-
-    def __call__(self, selector: Selector, /) -> Sequence[KindOfSelected]: ...
+SmallestFirst = Callable[[Selector], Sequence[tuple[OfferKind, frozenset[int] | None]]]
+"""Returns what a selector selects in the whole cluster, the smallest first: kinds, and starts of their placements."""
 
 
 @dataclass
 class AskedKindsMemory:
-    """What was asked for last, in one state of the hardware. ``of_spec``: by identity of the spec."""
+    """The kinds that claims and templates ask for, remembered while the hardware is the same.
+
+    ``of_spec``: the kinds that one spec asks for, by identity of the spec.
+    """
 
     classes: tuple[DeviceClass, ...] = ()
     written: tuple[object, ...] | None = None
@@ -280,7 +276,7 @@ class AskedKindsMemory:
     asked: AskedKinds = NOTHING_ASKED
 
     def update(self, cluster: ClusterState, reader: RequirementsReader, smallest_first: SmallestFirst) -> AskedKinds:
-        """What all claims, allocated or not, and all templates ask for; every alternative of a request counts."""
+        """The kinds that all claims, allocated or not, and all templates ask for, in every alternative of a request."""
         if self.classes != cluster.classes:
             self.classes, self.written, self.of_spec = cluster.classes, None, {}
         written = (cluster.claims.specs, cluster.templates)
@@ -305,7 +301,7 @@ def _asked_by(spec: ClaimSpec, namespace: str, reader: RequirementsReader, small
     combinations = () if isinstance(requirements, RefusedRequest) else requirements
     requests = (request for combination in combinations for request in combination.requests)
     for selector in {request.selector for request in requests if request.count is not None}:
-        selected = [selected_kind.kind for selected_kind in smallest_first(selector)]
+        selected = [kind for kind, _ in smallest_first(selector)]
         kinds |= {*selected[:1]}
         if len(selected) > 1:
             choices.add(frozenset(selected))

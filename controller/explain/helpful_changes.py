@@ -16,8 +16,16 @@ from controller.demand.device_search import SearchOutcome
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.node_eligibility import Excluded, Exclusion
 from controller.demand.pending_claims import PendingClaim, Queue
-from controller.demand.requirements import ClaimRequirements, DeviceRequest, RefusedRequest, RequirementsReader, joined
-from controller.explain.sources.availability import Availability, Obstacle, by_obstacle, holders_of, listed, without
+from controller.demand.requirements import ClaimRequirements, DeviceRequest, RefusedRequest, joined
+from controller.explain.sources.availability import (
+    Availability,
+    Obstacle,
+    by_obstacle,
+    holders_of,
+    listed,
+    tainting_rules,
+    without,
+)
 from controller.explain.sources.lacking_devices import Reasoning
 from driver.kube.types import PAUSED
 from driver.model.gpu import MigMode
@@ -256,7 +264,7 @@ def _text(obstacle: Obstacle, gpus: Sequence[FleetGpu], between: str = "or") -> 
     if PAUSED in first.why_no_offers:
         return f"the plan of node {names} were not paused (kubectl annotate gpunodeplan {first.node} {PAUSED}-)"
     if obstacle is Obstacle.TAINTED:
-        return TEXTS[obstacle].format(names, "their taints" if " and " in first.tainted else "its taint")
+        return TEXTS[obstacle].format(names, "their taints" if len(first.tainted) > 1 else "its taint")
     return TEXTS[obstacle].format(names, f"tessera uncordon {first.node}/gpu-{first.number}")
 
 
@@ -264,7 +272,7 @@ def _names(obstacle: Obstacle, gpus: Sequence[FleetGpu], between: str = "or") ->
     if obstacle is Obstacle.CLOSED:
         names = [entry.node for entry in gpus]
     elif obstacle is Obstacle.TAINTED:
-        names = [entry.tainted for entry in gpus]
+        names = [tainting_rules(entry) for entry in gpus]
     else:
         names = [f"gpu-{entry.number} of {entry.node}" for entry in gpus]
     return listed(list(dict.fromkeys(names)), MAX_CHANGES).replace(", ", f" {between} ")
@@ -354,11 +362,11 @@ def _of_class(queue: Queue, pending: PendingClaim) -> Iterator[HelpfulChange]:
     if others or exact is None or exact.selectors or exact.count > 1 or exact.takes_all or exact.admin_access:
         return
     nodes, names = queue.nodes(pending), []
-    reader = RequirementsReader(queue.feasibility.matching, queue.cluster.classes, queue.feasibility.fleet)
     for device_class in queue.cluster.classes:
         name = device_class.metadata.name
         if name != exact.device_class_name:
-            selector = reader.selector_of(replace(exact, device_class_name=name), pending.claim.metadata.namespace)
+            of_class = replace(exact, device_class_name=name)
+            selector = queue.reader.selector_of(of_class, pending.claim.metadata.namespace)
             if selector is None:
                 continue
             requirements = ClaimRequirements((DeviceRequest(request.name, selector, 1),))

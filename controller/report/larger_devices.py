@@ -1,7 +1,7 @@
-"""Claims that got a larger device than another one that they accept on the same GPU (pure but for a memory).
+"""Claims that were allocated a larger device than they accept on the same GPU (pure but for a memory).
 
-An offer is public. A claim that several kinds of devices would serve asks for the smallest, but where the scheduler
-finds only larger ones on a node, made for other claims, it takes one of those.
+Any claim may take any offer. A claim that accepts several kinds asks for the smallest, but the scheduler may choose a
+node on which only larger offers, made for other claims, are left.
 """
 
 from __future__ import annotations

@@ -99,6 +99,19 @@ class Macro(Expr):
     body: Expr
 
 
+def calls_of_literals(node: Expr) -> Iterator[Call]:
+    """The calls of functions, without a target, all of whose arguments are literals."""
+    if (
+        isinstance(node, Call)
+        and node.target is None
+        and node.arguments
+        and all(isinstance(argument, Literal) for argument in node.arguments)
+    ):
+        yield node
+    for child in children(node):
+        yield from calls_of_literals(child)
+
+
 def children(node: Expr) -> Iterator[Expr]:
     for attribute in fields(node):
         value = getattr(node, attribute.name)

@@ -235,7 +235,7 @@ def equal(one: Value, other: Value) -> bool:
 
 
 def differs(one: Value, other: Value) -> bool:
-    """CEL's ``!=``. Values for which ``==`` is an error differ: cel-go asks whether they are equal for certain."""
+    """CEL's ``!=``: true also if ``==`` is an error, as in cel-go."""
     return not same(one, other)
 
 

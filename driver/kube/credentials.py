@@ -62,7 +62,7 @@ class CredentialsError(Exception):
 class Access:
     """An API server: ``host`` is its URL without a trailing slash, ``connections`` lead to it.
 
-    ``namespace``: where to look if the user names none.
+    ``namespace``: the namespace of the kubeconfig's current context.
     """
 
     host: str

@@ -26,7 +26,6 @@ MALFORMED = (ValueError, LookupError, TypeError, AttributeError)
 PEM_ENCODING = "latin-1"
 """Certificates may have comments in any encoding."""
 
-
 DEFAULT_NAMESPACE = "default"
 """The namespace where a context names none, as for kubectl."""
 

@@ -16,6 +16,7 @@ from controller.demand.node_eligibility import CORDONED as NODE_CORDONED
 from controller.report.cluster_view import ClusterView, unreported_nodes
 from driver.errors import FatalError, UsageError
 from driver.kube.client import KubeClient
+from driver.kube.kubeconfig import DEFAULT_NAMESPACE
 from driver.kube.slice_types import DetailedSlice
 from driver.kube.typed_reads import RESOURCE_GROUP, list_claims, minor_version, read_all
 from driver.kube.types import ClaimSpec, ClaimTemplate, Key, Metadata, Node
@@ -114,7 +115,7 @@ def joined(one: ClusterContent, other: ClusterContent) -> ClusterContent:
 def without(content: ClusterContent, claim: str, driver: str) -> ClusterContent:
     """The cluster without ``namespace/name``. Raises UsageError if there is no such claim."""
     namespace, _, name = claim.rpartition("/")
-    key = Key(namespace or "default", name)
+    key = Key(namespace or DEFAULT_NAMESPACE, name)
     gone = next((candidate for candidate in content.claims if candidate.metadata.key == key), None)
     if gone is None:
         raise UsageError(f"--without {claim}: there is no ResourceClaim {key}; write NAMESPACE/NAME")

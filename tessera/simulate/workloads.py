@@ -15,6 +15,7 @@ from deviceclasses.lint.class_and_claim_rules import refused
 from deviceclasses.lint.documents import Document, kind_of, text
 from deviceclasses.lint.pod_templates import InvalidPodCount, PodTemplate, may_make_pods, pod_templates
 from driver.errors import UsageError
+from driver.kube.kubeconfig import DEFAULT_NAMESPACE
 from driver.kube.types import (
     Claim,
     ClaimSpec,
@@ -40,8 +41,6 @@ OF_DAEMON_SETS = [
 
 MAX_PODS = 10_000
 """Pods of all manifests together: a placement takes some milliseconds."""
-
-DEFAULT_NAMESPACE = "default"
 
 Parsed = TypeVar("Parsed")
 

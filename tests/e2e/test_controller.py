@@ -21,8 +21,8 @@ SMALL, TRAINING = "gpu-inference-1g-10gb", "gpu-training"
 EVERYTHING = 208
 """Devices that a DGX H100 offers when nothing is held."""
 
-STANDING = 4
-"""Two full GPUs and two of the smallest profile: nobody asks for a larger one."""
+DEFAULT_OFFERS = 4
+"""Two full GPUs and two of the smallest profile: no claim asks for a larger one."""
 
 SOON_S = 60.0
 COUNTERS = ("--offer-mode", "counters")
@@ -48,7 +48,7 @@ def controller(cluster: Cluster, nodes: list[PluginProcess]) -> Iterator[Control
     """Leading, and everything superfluous taken back."""
     found = ControllerProcess(cluster, flags=COUNTERS)
     found.start()
-    wait_for(lambda: devices(nodes) == STANDING, SOON_S, "two offers of each standing kind")
+    wait_for(lambda: devices(nodes) == DEFAULT_OFFERS, SOON_S, "two offers of each default kind")
     yield found
     found.stop()
     assert found.refused() == []
@@ -75,11 +75,11 @@ def full_gpus_asked_for(controller: ControllerProcess) -> int:
     )
 
 
-def test_with_a_controller_two_of_each_standing_kind_are_offered_and_plans_are_readable(
+def test_with_a_controller_two_of_each_default_kind_are_offered_and_plans_are_readable(
     cluster: Cluster, nodes: list[PluginProcess], controller: ControllerProcess
 ) -> None:
     wait_for(lambda: set(offered(nodes).values()) == {2}, SOON_S, "two of each kind")
-    assert wait_for(lambda: told(controller) == STANDING, SOON_S, "the plans' summaries")
+    assert wait_for(lambda: told(controller) == DEFAULT_OFFERS, SOON_S, "the plans' summaries")
     table = cluster.kubectl("get", "gpunodeplans").splitlines()
     assert table[0].split() == ["NAME", "MODE", "GPUS", "HELD", "OFFERED", "DEDICATED", "PAUSED", "AGE"]
     assert [line.split()[1] for line in table[1:]] == ["Planned", "Planned"]
@@ -96,7 +96,7 @@ def test_small_partitions_gather_on_one_gpu_and_new_offers_follow(
     wait_for(lambda: full_gpus_asked_for(controller) == 2, SOON_S, "two full GPUs to be offered beside them")
     for each in asking:
         each.forget()
-    wait_for(lambda: devices(nodes) == STANDING, SOON_S, "two offers of each standing kind again")
+    wait_for(lambda: devices(nodes) == DEFAULT_OFFERS, SOON_S, "two offers of each default kind again")
 
 
 def test_a_burst_is_served_whatever_k_is(
@@ -111,7 +111,7 @@ def test_a_burst_is_served_whatever_k_is(
     assert all(each.given() for each in full)
     for each in asking:
         each.forget()
-    wait_for(lambda: devices(nodes) == STANDING, SOON_S, "two offers of each standing kind again")
+    wait_for(lambda: devices(nodes) == DEFAULT_OFFERS, SOON_S, "two offers of each default kind again")
 
 
 def test_a_claim_that_nothing_can_satisfy_is_told_why(cluster: Cluster, controller: ControllerProcess) -> None:
@@ -156,7 +156,7 @@ def test_a_gpu_that_a_label_dedicates_is_offered_for_that_use_alone(
     wait_for(lambda: partitioned() == {(0, "gpu-7")}, SOON_S, "partitions of the one GPU for inference alone")
     for node in ("n1", "n2"):
         dedicate(cluster, node, dict.fromkeys(range(8)))
-    wait_for(lambda: devices(nodes) == STANDING, SOON_S, "two offers of each standing kind again")
+    wait_for(lambda: devices(nodes) == DEFAULT_OFFERS, SOON_S, "two offers of each default kind again")
 
 
 def test_a_label_that_can_not_be_followed_is_answered_on_its_node(
@@ -173,7 +173,7 @@ def test_a_label_that_can_not_be_followed_is_answered_on_its_node(
     assert "did you mean training?" in message
     assert "the node has no GPU 8" in message
     assert "LabelIgnored" in cluster.kubectl("describe", "node", "n2")
-    assert devices(nodes) == STANDING
+    assert devices(nodes) == DEFAULT_OFFERS
     dedicate(cluster, "n2", {3: None, 8: None})
 
 
@@ -193,6 +193,6 @@ def test_a_killed_controller_changes_nothing_and_the_next_goes_on(
     assert late.given()
     for each in (holder, late):
         each.forget()
-    wait_for(lambda: devices(nodes) == STANDING, 60, "two offers of each kind, by the next leader")
+    wait_for(lambda: devices(nodes) == DEFAULT_OFFERS, 60, "two offers of each kind, by the next leader")
     assert len(before) == 2
     follower.stop()

@@ -41,8 +41,8 @@ TOLERATIONS = [{"operator": "Exists"}]
 
 @pytest.fixture(scope="module")
 def fleets() -> Iterator[TwinFleets]:
-    with control_plane("smallest") as cluster, twin_fleets(cluster) as found:
-        yield found
+    with control_plane("smallest") as cluster, twin_fleets(cluster) as running:
+        yield running
 
 
 def deployment(number: int) -> Case:
@@ -97,7 +97,7 @@ def promised(cluster: Cluster, fleet: Fleet) -> list[tuple[str, str]]:
     """Node and device of each pod, as `tessera simulate` says."""
     classes = [msgspec.convert(item, DeviceClass) for item in cluster.api.get(CLASSES)["items"]]
     nodes = tuple(Node(Metadata(name, labels={"kubernetes.io/hostname": name})) for name in fleet.nodes)
-    content = ClusterContent(fleet, nodes, {each.metadata.name: each for each in classes})
+    content = ClusterContent(fleet, nodes, {device_class.metadata.name: device_class for device_class in classes})
     imagined = ImaginedCluster(DRIVER, content)
     spec, devices = msgspec.convert(ANY_PARTITION, ClaimSpec), []
     for number in range(REPLICAS):
@@ -117,12 +117,12 @@ def check(fleets: TwinFleets, number: int) -> Mapping[str, int]:
     fleets.wait_settled()
     fleet, side = fleet_of(fleets), fleets.sides[CURATED]
     expected = promised(fleets.cluster, fleet)
-    found = fleets.run_curated(
-        deployment(number), lambda outcome: len(outcome.bound) >= min(REPLICAS, len(expected)), PATIENCE_S
+    outcome = fleets.run_curated(
+        deployment(number), lambda seen: len(seen.bound) >= min(REPLICAS, len(expected)), PATIENCE_S
     )
     devices = given_out(fleets)
     fleets.forget(side)
-    assert len(found.bound) == len(expected), f"case {number}: `simulate` placed {len(expected)}, {found}"
+    assert len(outcome.bound) == len(expected), f"case {number}: `simulate` placed {len(expected)}, {outcome}"
     assert not [*too_large(fleet, devices)], f"case {number}"
     assert not [*too_large(fleet, expected)], f"case {number}, `simulate`"
     return Counter(name.split("-")[3] for _, name in devices)

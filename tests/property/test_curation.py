@@ -69,7 +69,7 @@ def curate(
     protected: Collection[Offer] = (),
     stickiness: float = 0.5,
 ) -> tuple[Offer, ...]:
-    """The offers where somebody asks for devices of every kind."""
+    """The offers if claims ask for devices of every kind."""
     asked = AskedKinds(frozenset(KEYS))
     return CountersPlanner(RANKING, 2, stickiness).curate(fleet, waiting, published, protected, asked)
 

@@ -222,7 +222,7 @@ def _obstacle(entry: FleetGpu, matches: Matches) -> tuple[Obstacle | None, str]:
     if entry.fault is not None:
         return OF_FAULT.get(entry.fault_kind, Obstacle.FAULT), entry.fault
     if entry.tainted:
-        return Obstacle.TAINTED, entry.tainted
+        return Obstacle.TAINTED, tainting_rules(entry)
     missing = {key.type for key in matches.starts_by_kind} - entry.state.kinds
     if missing:
         # Kinds that the settings of the node allow, and only the present MIG mode does not: a reset brings them.
@@ -244,9 +244,9 @@ def without(entry: FleetGpu, obstacle: Obstacle) -> FleetGpu:
         case Obstacle.FAULT | Obstacle.CORDONED | Obstacle.RESERVED if entry.fault is not None:
             return replace(entry, fault=None, fault_kind=None)
         case Obstacle.TAINTED if entry.tainted:
-            return replace(entry, tainted="")
+            return replace(entry, tainted=())
         case Obstacle.DEDICATED:
-            return replace(entry, uses=frozenset(DeviceKind), dedicated_by="", shares_only=False)
+            return replace(entry, uses=frozenset(DeviceKind), dedicated_by=None, shares_only=False)
         case Obstacle.FOREIGN:
             return replace(entry, foreign=0)
         case Obstacle.RESET:
@@ -268,11 +268,16 @@ def named_rule(rule: DeviceTaintRule) -> str:
     return f"DeviceTaintRule {rule.metadata.name} with {rule.spec.taint.text}"
 
 
+def tainting_rules(entry: FleetGpu) -> str:
+    """The rules that keep a claim from the GPU, as messages name them; empty if none does."""
+    return " and ".join(entry.tainted)
+
+
 def with_taints(fleet: Fleet, driver: str, rules: Sequence[DeviceTaintRule], selectors: Iterable[Selector]) -> Fleet:
     """``fleet`` with the GPUs of which ``rules`` taint all devices that ``selectors`` select."""
     chosen = tuple(selectors)
     tainting = ((entry, [rule for rule in rules if _taints(rule, entry, driver, chosen)]) for entry in fleet)
-    tainted = [replace(entry, tainted=" and ".join(map(named_rule, by))) for entry, by in tainting if by]
+    tainted = [replace(entry, tainted=tuple(map(named_rule, by))) for entry, by in tainting if by]
     return fleet.changed(tainted) if tainted else fleet
 
 
@@ -309,7 +314,7 @@ def listed(names: Sequence[str], shown: int = SHOWN) -> str:
 
 def named(gpus: Iterable[FleetGpu]) -> str:
     """``gpu-3 of a, gpu-0 of b (fault or taint)``, and the number of the others."""
-    names = ((f"gpu-{gpu.number} of {gpu.node}", gpu.fault or gpu.tainted) for gpu in gpus)
+    names = ((f"gpu-{gpu.number} of {gpu.node}", gpu.fault or tainting_rules(gpu)) for gpu in gpus)
     return listed([f"{name} ({detail})" if detail else name for name, detail in names])
 
 

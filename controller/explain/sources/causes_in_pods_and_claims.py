@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from controller.demand.node_eligibility import Excluded, exclusion, selects
 from controller.demand.pending_claims import PendingClaim, Queue, claim_for, classes_by_resource
-from controller.demand.requirements import RequirementsReader
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.situation import Situation
 from controller.explain.sources.availability import listed
@@ -280,12 +279,12 @@ def _waiting(queue: Queue, most_gated: int | None) -> Iterator[Pod]:
 def _ours(gated: Iterable[Pod], queue: Queue) -> Iterator[Pod]:
     """Pods that are not in the queue and may request devices of this driver: by those of their claims that exist."""
     by_resource = classes_by_resource(queue.cluster.classes)
-    reader = RequirementsReader(queue.feasibility.matching, queue.cluster.classes, queue.feasibility.fleet)
     for pod in gated:
         claims = [queue.cluster.claims.find(key) for key in pod.claims]
         lacks = len(pod.spec.resource_claims) > len(claims)
         extended = claim_for(pod, by_resource)
-        if lacks or any(claim is not None and reader.read(claim).requirements != () for claim in (*claims, extended)):
+        candidates = filter(None, (*claims, extended))
+        if lacks or any(queue.reader.read(claim).requirements != () for claim in candidates):
             yield pod
 
 

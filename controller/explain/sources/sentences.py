@@ -141,9 +141,8 @@ def only_elsewhere(what: str, fitting: Sequence[str], excluded: Mapping[str, Exc
 
 def obstructed(requests: Sequence[DeviceRequest], selected: Sequence[SelectedGpus], obstacles: Set[Obstacle]) -> Reason:
     """Even if nothing were held, ``obstacles`` would be in the way; without one of them it would fit."""
-    gpus_of = by_obstacle(selected, blocked=True)
-    if not obstacles & gpus_of.keys():
-        gpus_of = by_obstacle(selected)
+    blocked = by_obstacle(selected, blocked=True)
+    gpus_of = blocked if obstacles & blocked.keys() else by_obstacle(selected)
     main = max(obstacles & gpus_of.keys(), key=lambda obstacle: (len(gpus_of[obstacle]), obstacle))
     gpus = {entry.entry.gpu.uuid for selection in selected for entry in selection.reachable}
     request = f"request {requests[0].name}: " if len(requests) == 1 else ""
@@ -162,8 +161,8 @@ def obstructed(requests: Sequence[DeviceRequest], selected: Sequence[SelectedGpu
         steps = _dedicated(gpus_of[main])
     else:
         steps = named(gpus_of[main]) + ("; on the node: nvidia-smi mig -lgi" if main is Obstacle.FOREIGN else "")
-    others = {obstacle: gpus for obstacle, gpus in by_obstacle(selected, blocked=True).items() if obstacle is not main}
-    also = "; ".join(f"{len(gpus)} more: {obstacle} ({numbered(gpus)})" for obstacle, gpus in others.items())
+    others = ((obstacle, kept) for obstacle, kept in blocked.items() if obstacle is not main)
+    also = "; ".join(f"{len(kept)} more: {obstacle} ({numbered(kept)})" for obstacle, kept in others)
     return Reason(code, f"{sentence}: {steps}{'; ' + also if also else ''}", permanent=True)
 
 
@@ -173,11 +172,8 @@ def _dedicated(gpus: Sequence[FleetGpu]) -> str:
     for gpu in gpus:
         causes.setdefault(kept_by(gpu), []).append(gpu)
     texts = [f"{numbered(kept)} ({cause})" for cause, kept in causes.items()]
-    labelled = next((gpu for gpu in gpus if gpu.dedicated_by), None)
-    remedy = ""
-    if labelled is not None:
-        remedy = f"; kubectl label node {labelled.node} {labelled.dedicated_by.partition('=')[0]}-"
-    return "; ".join(texts[:SHOWN]) + remedy
+    remedies = [f"kubectl label node {gpu.node} {gpu.dedicated_by.name}-" for gpu in gpus if gpu.dedicated_by]
+    return "; ".join([*texts[:SHOWN], *remedies[:1]])
 
 
 def reset_steps(gpus: Sequence[FleetGpu]) -> str:

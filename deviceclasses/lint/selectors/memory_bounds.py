@@ -1,7 +1,7 @@
-"""Least amounts of memory that lie just above what a profile or a GPU has: ``40Gi`` leaves out 3g.40gb, with 40448Mi.
+"""Minimum amounts of memory slightly above the memory of a profile or GPU: ``40Gi`` excludes 3g.40gb with 40448Mi.
 
-The names of profiles are rounded, and so are the sizes by which GPUs are sold. A bound is judged by what the selectors
-say of devices with the real amount and with the amount that is asked for.
+Profile names and advertised GPU sizes are rounded. A bound has a finding if the selectors reject a device with its real
+memory and accept the same device with the requested memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from deviceclasses.cel import nodes
 from deviceclasses.cel.engine import Program, from_slice_device
 from deviceclasses.cel.library.quantity import parse_quantity
-from deviceclasses.cel.nodes import Expr, children
+from deviceclasses.cel.nodes import Expr, calls_of_literals
 from deviceclasses.cel.parser import parse
 from deviceclasses.cel.values import EvaluationError
 from deviceclasses.lint.findings import Issue, Severity
@@ -44,7 +44,7 @@ class MemorySize(NamedTuple):
         return f"a full {self.product}" if self.profile == NO_PROFILE else self.profile
 
     def is_meant_by(self, bound: Fraction) -> bool:
-        """Whether whoever writes ``bound``, in bytes, may think that the device has that much."""
+        """Whether ``bound``, in bytes, is slightly above the memory, or the number in the name of the profile."""
         memory, in_name = self.memory_mib * MIB, re.search(r"\.(\d+)gb", self.profile)
         named = in_name is not None and bound == int(in_name[1]) * GIB
         return memory < bound and (named or bound <= memory * JUST_ABOVE)
@@ -106,13 +106,11 @@ def _left_out(missed: Sequence[MemorySize]) -> str:
     return f"leaves out {largest.what}, which has {amount}; {least * MIB // GIB}Gi includes it"
 
 
-def _quantities(node: Expr) -> Iterator[str]:
+def _quantities(root: Expr) -> Iterator[str]:
     """The literals from which an expression makes quantities."""
-    if isinstance(node, nodes.Call) and node.function == "quantity" and node.target is None:
-        literals = (argument.value for argument in node.arguments if isinstance(argument, nodes.Literal))
-        yield from (value for value in literals if isinstance(value, str))
-    for child in children(node):
-        yield from _quantities(child)
+    for call in calls_of_literals(root):
+        if call.function == "quantity" and isinstance(call.arguments[0], nodes.Literal):
+            yield str(call.arguments[0].value)
 
 
 def _selects(programs: Iterable[Program], size: MemorySize, memory: str, driver: str) -> bool:

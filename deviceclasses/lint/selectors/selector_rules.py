@@ -14,7 +14,7 @@ from typing import Any
 from deviceclasses.cel import nodes
 from deviceclasses.cel.engine import CelDevice, Program, from_slice_device, try_compile
 from deviceclasses.cel.library.registry import FUNCTIONS, chosen
-from deviceclasses.cel.nodes import Expr, children
+from deviceclasses.cel.nodes import calls_of_literals
 from deviceclasses.cel.parser import parse
 from deviceclasses.cel.referenced_attributes import Comparison, comparisons_of
 from deviceclasses.cel.values import EvaluationError, start_work
@@ -50,7 +50,7 @@ from driver.slices.attributes import NO_PROFILE, STANDARD
 
 ANY_PROFILE = "1g.10gb"
 NO_SUCH_KEY = "no such key: "
-ORDERS = {"<", "<=", ">", ">="}
+ORDER_OPERATORS = {"<", "<=", ">", ">="}
 CERTAIN_ERRORS = (NO_SUCH_KEY, "no such overload")
 """Errors that depend on names and types only, not on values."""
 
@@ -70,9 +70,9 @@ def selector_issues(owner: Mapping[str, Any], path: str, driver: str, before: It
         if isinstance(program, CelError):
             yield _refused(place, program, expression)
             continue
-        before_it = compiled_programs(earlier)
-        wrong = _wrong_parts(place, program, driver) or list(_failures(place, program, before_it, driver))
-        yield from wrong or memory_bound_issues(place, program, before_it, driver)
+        programs = compiled_programs(earlier)
+        wrong = _wrong_parts(place, program, driver) or list(_failures(place, program, programs, driver))
+        yield from wrong or memory_bound_issues(place, program, programs, driver)
         earlier.append(expression)
 
 
@@ -218,7 +218,7 @@ def _comparison_issues(place: str, expression: str, driver: str) -> Iterator[Iss
         catalogue = values().get(name)
         if (instead := type_mismatch(name, found)) is not None:
             yield Issue(place, shown(found.value), instead)
-        elif TYPE_OF[name] == "string" and found.operator in ORDERS:
+        elif TYPE_OF[name] == "string" and found.operator in ORDER_OPERATORS:
             yield Issue(place, shown(found.value), _as_text(name), Severity.WARNING)
         elif catalogue is not None and isinstance(found.value, str) and found.value not in catalogue.accepted:
             yield Issue(place, shown(found.value), catalogue.unknown_value(name, found.value), catalogue.severity)
@@ -232,26 +232,15 @@ def _as_text(name: str) -> str:
 
 def _conversion_issues(place: str, expression: str) -> Iterator[Issue]:
     """Issues for functions of literals, such as ``quantity("4x")``, that always fail; the expression compiles."""
-    for call in _calls_of_literals(parse(expression)):
+    for call in calls_of_literals(parse(expression)):
+        if call.function not in FUNCTIONS:
+            continue
         values = [argument.value for argument in call.arguments if isinstance(argument, nodes.Literal)]
         start_work()
         try:
             chosen(call.function, tuple(FUNCTIONS[call.function]))(*values)
         except EvaluationError as error:
             yield Issue(place, shown(values[0]), f"at character {call.position + 1}: always fails: {error}")
-
-
-def _calls_of_literals(node: Expr) -> Iterator[nodes.Call]:
-    if (
-        isinstance(node, nodes.Call)
-        and node.target is None
-        and node.function in FUNCTIONS
-        and node.arguments
-        and all(isinstance(argument, nodes.Literal) for argument in node.arguments)
-    ):
-        yield node
-    for child in children(node):
-        yield from _calls_of_literals(child)
 
 
 def _attribute(found: Comparison, driver: str) -> str | None:

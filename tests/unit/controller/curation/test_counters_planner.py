@@ -14,7 +14,6 @@ from controller.curation.counters_planner import CountersPlanner
 from controller.curation.ranked_fleet import RankedFleet
 from controller.demand.demand import Demand
 from controller.demand.requirements import AskedKinds
-from driver.model.device import Device
 from driver.model.gpu import MigMode
 from driver.model.offer import FULL, SHARE, DeviceKind, Offer, OfferKind, Spot
 from driver.placement.ranking import Ranking, Terms
@@ -41,8 +40,8 @@ def gpus_of(offers: Iterable[Offer], key: OfferKind) -> set[str]:
     return {offer.gpu for offer in offers if offer.spot.kind == key}
 
 
-def offer_of(device: Device) -> Offer:
-    return device.offer
+def fits_next_to(fleet: Fleet, offer: Offer, taken: Offer) -> bool:
+    return offer in {device.offer for device in possible(take(fleet, taken).gpus[offer.gpu])}
 
 
 def terms_of(fleet: Fleet, offer: Offer) -> Terms:
@@ -60,18 +59,18 @@ def asked(*names: str) -> AskedKinds:
     return AskedKinds(frozenset(map(partition, names)))
 
 
-def test_two_full_gpus_and_two_of_the_smallest_profile_stand_though_nobody_waits() -> None:
+def test_two_full_gpus_and_two_of_the_smallest_profile_are_offered_without_pending_claims() -> None:
     offers = CURATOR.curate(fleet_of("a", "b", "c"))
     assert Counter(str(offer.spot.kind) for offer in offers) == {"full": 2, "1g.10gb": 2}
 
 
-def test_larger_profiles_stand_where_somebody_asks_for_them_but_never_one_as_large_as_the_gpu() -> None:
+def test_larger_profiles_are_offered_if_a_claim_asks_for_them_but_never_one_as_large_as_the_gpu() -> None:
     offers = CURATOR.curate(fleet_of("a", "b", "c"), asked=asked(*PROFILES))
     expected = dict.fromkeys(("full", *PROFILES[:-1]), 2)
     assert Counter(str(offer.spot.kind) for offer in offers) == expected
 
 
-def test_each_product_has_standing_offers_of_its_own_smallest_profile() -> None:
+def test_each_product_has_offers_of_its_own_smallest_profile() -> None:
     small_a100 = [fleet_gpu("a", number, A100_40, facts={"mig_mode": MigMode.ENABLED}) for number in range(2)]
     offers = CURATOR.curate(Fleet.of([*node("h", 2), *small_a100]))
     assert Counter((offer.gpu[0], str(offer.spot.kind)) for offer in offers if offer.spot.kind != FULL) == {
@@ -93,7 +92,8 @@ def test_a_larger_offer_can_not_be_taken_before_a_smaller_one_of_its_gpu_by_a_cl
     small = [offer for offer in offers if offer.spot.kind == SMALL]
     assert len(larger) == 3
     for offer in larger:
-        assert any(offer not in map(offer_of, possible(take(fleet, each).gpus[offer.gpu])) for each in small), offer
+        overlapping = (device for device in small if not fits_next_to(fleet, offer, device))
+        assert any(overlapping), offer
     again = CURATOR.curate(
         fleet, [Demand(partition("7g.80gb"), 1), Demand(partition("3g.40gb"), 2)], offers, asked=either
     )

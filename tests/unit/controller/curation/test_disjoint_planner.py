@@ -69,7 +69,7 @@ def test_so_many_full_gpus_stay_whole_and_one_is_divided_for_all_other_kinds(
     assert kinds(there) == expected
 
 
-def test_only_the_smallest_profile_is_offered_where_nobody_asks_for_a_larger_one() -> None:
+def test_only_the_smallest_profile_is_offered_if_no_claim_asks_for_a_larger_one() -> None:
     assert kinds(Situation(node_of("a", gpus=3))) == {"gpu": 2, "1g.10gb": 2}
 
 

@@ -1,4 +1,4 @@
-"""What is said to help a claim whose pod has another claim that is allocated elsewhere: only what was tried."""
+"""Changes that help a claim whose pod has another claim that is allocated on another node."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from controller.cluster.node_use_labels import UseLabel
 from controller.explain.pipeline import NOT_EXAMINED, ReasonFinder
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.situation import Situation as Now
@@ -333,11 +334,16 @@ def test_gpus_with_faults_are_named() -> None:
 
 
 def test_gpus_kept_for_other_uses_are_named() -> None:
-    label = "gpu.tessera.dev/dedicated-to=inference"
+    label = UseLabel("gpu.tessera.dev/dedicated-to", "inference")
     uses = frozenset({DeviceKind.PARTITION})
     there = Situation(node_of("a", uses=uses, dedicated_by=label)).wants(request(selector=FULL))
     remedy = "kubectl label node a gpu.tessera.dev/dedicated-to-"
-    told(there, ReasonCode.DEDICATED, "other uses", f"gpu-0, gpu-1 of a (label {label}); {remedy}")
+    told(
+        there,
+        ReasonCode.DEDICATED,
+        "other uses",
+        f"gpu-0, gpu-1 of a (label gpu.tessera.dev/dedicated-to=inference); {remedy}",
+    )
 
 
 def test_gpus_that_settings_keep_for_other_uses_are_told_from_those_with_a_label() -> None:
