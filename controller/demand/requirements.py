@@ -160,6 +160,21 @@ class RequirementsReader:
         selector = self._selector(Request(""), alternative, namespace)
         return selector if isinstance(selector, Selector) else None
 
+    def selector_of_any(self, alternative: ExactDeviceRequest, namespace: str, driver: str) -> Selector | None:
+        """What a request of a claim in ``namespace`` selects of ``driver``; None: it can't be evaluated."""
+        device_class = self._classes.get(alternative.device_class_name)
+        selector = None if device_class is None else self._compiled(alternative, device_class, namespace, driver)
+        return selector if isinstance(selector, Selector) else None
+
+    def _compiled(
+        self, alternative: ExactDeviceRequest, device_class: DeviceClass, namespace: str, driver: str
+    ) -> Selector | CelError:
+        amounts = None if alternative.capacity is None else alternative.capacity.requests
+        conditions = tuple(_capacity_conditions(driver, amounts)) if amounts else ()
+        charged_namespace = namespace if alternative.selectors or conditions else ""
+        expressions = tuple(_texts((*device_class.spec.selectors, *alternative.selectors)))
+        return self._selectors.selector(expressions, conditions, charged_namespace)
+
     def _request(self, request: Request, alternative: ExactDeviceRequest, selector: Selector) -> DeviceRequest:
         name, class_name, written = request.name_of(alternative), alternative.device_class_name, alternative.count
         count = min(written, MAX_DEVICES + 1)
@@ -182,13 +197,10 @@ class RequirementsReader:
             more = f" and {len(names) - SHOWN_CLASSES} more" if len(names) > SHOWN_CLASSES else ""
             there = f"; there are {', '.join(names[:SHOWN_CLASSES])}{more}" if names else "; the cluster has none"
             return RefusedRequest("NoSuchClass", sentence + (meant(class_name, self._classes) or there))
-        expressions = (*_texts(device_class.spec.selectors), *_texts(alternative.selectors))
-        amounts = None if alternative.capacity is None else alternative.capacity.requests
-        conditions = tuple(_capacity_conditions(self._selectors.driver, amounts)) if amounts else ()
-        charged_namespace = namespace if alternative.selectors or conditions else ""
-        selector = self._selectors.selector(expressions, conditions, charged_namespace)
+        selector = self._compiled(alternative, device_class, namespace, self._selectors.driver)
         if isinstance(selector, CelError):
-            may_be_about_us = any(self._selectors.driver in text for text in expressions)
+            texts = _texts((*device_class.spec.selectors, *alternative.selectors))
+            may_be_about_us = any(self._selectors.driver in text for text in texts)
             return _refused(name, selector) if may_be_about_us else None
         if not selector.is_about_us and not any(matches for matches, _ in selector.among(self._fleet)):
             return None

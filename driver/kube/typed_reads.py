@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -19,12 +19,6 @@ RESOURCE_GROUP = "/apis/resource.k8s.io/v1"
 PAGE_SIZE = 500
 
 T = TypeVar("T")
-
-ANY_NODE = ""
-"""The node of devices that several nodes can use, as their slices name it."""
-
-DevicesByNode = Mapping[str, Collection[tuple[str, str]]]
-"""Pool and name of the devices of each node, or of ANY_NODE."""
 
 
 class ListMeta(msgspec.Struct, frozen=True, rename={"resource_version": "resourceVersion", "next_page": "continue"}):
