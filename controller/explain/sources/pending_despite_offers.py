@@ -220,8 +220,8 @@ class ClaimsDespiteOffers:
         names = [device.name.device for device in devices]
         offered = "offered" if self._situation.is_fence_known else "published"
         sentence = (
-            f"{listed(names)} of node {devices[0].gpu.node} would do and {'are' if len(names) > 1 else 'is'} {offered}"
-            f"{self._sightings.offered_since(devices).text}, but nothing is allocated: {text}"
+            f"{text}; {listed(names)} of node {devices[0].gpu.node} would do and {'are' if len(names) > 1 else 'is'} "
+            f"{offered}{self._sightings.offered_since(devices).text}"
         )
         return ClaimReason(pending, code, sentence, permanent=True)
 
@@ -245,12 +245,11 @@ class ClaimsDespiteOffers:
             return ReasonCode.UNUSED, reported(pod, condition) + failing(_failure(queue, pending, condition))
         offered = [(device.gpu, device.device.spot) for device in self._by_node[node]]
         if condition.lacks_devices and (others := self._other_drivers.needs(pending, pod, node, offered)):
-            text = f"the pod also needs devices of another driver, {'; '.join(others)} ({reported(pod, condition)})"
-            return ReasonCode.UNUSED, text
+            return ReasonCode.UNUSED, f"devices of another driver are missing: {'; '.join(others)}"
         if not self._is_overdue(pending, devices):
             return None
         gates = f"; {GATES}" if condition.lacks_devices else ""
-        return ReasonCode.UNUSED, reported(pod, condition).rstrip(". ") + gates
+        return ReasonCode.UNUSED, reported(pod, condition) + gates
 
     def _is_overdue(self, pending: PendingClaim, devices: Sequence[OfferedDevice]) -> bool:
         """Whether the claim has been pending, and all of ``devices`` offered, for longer than scheduling takes."""
