@@ -39,7 +39,7 @@ from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError
 from driver.kube.client import KubeClient
 from driver.kube.controller_heartbeat import LastHeartbeat, last_heartbeat
 from driver.kube.slice_types import DetailedSlice
-from driver.kube.typed_reads import RESOURCE_GROUP, read_all
+from driver.kube.typed_reads import RESOURCE_GROUP, find_pod, read_all, read_claim
 from driver.kube.types import Key, Metadata, Pod
 from driver.kube.watch_cache import MALFORMED
 from driver.model.plan import OfferMode
@@ -197,6 +197,14 @@ class ClusterReads(Lookups):
         except (ApiError, msgspec.MsgspecError):
             return None
         return max(events, key=lambda event: event.last_timestamp or "", default=None)
+
+    def pod_of(self, claim: Key) -> Pod | None:
+        try:
+            reserved = read_claim(self._client, claim.namespace, claim.name, any_age=True).status.reserved_for
+            names = [consumer.name for consumer in reserved if consumer.resource == "pods"]
+            return find_pod(self._client, Key(claim.namespace, names[0])) if names else None
+        except ApiError:
+            return None
 
     def slices_of(self, driver: str) -> Sequence[DetailedSlice] | None:
         of_driver = {"fieldSelector": f"spec.driver={driver}"}

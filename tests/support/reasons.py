@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
@@ -27,11 +27,12 @@ def reasons_of(
 
 @dataclass
 class Answers(Lookups):
-    """Lookups with the same answer for everything; ``asked`` are the templates that were looked up."""
+    """Lookups with the same answer for everything; ``asked`` are the templates and claims that were looked up."""
 
     exists: bool | None = None
     failure: str | None = None
     slices: Sequence[DetailedSlice] | None = None
+    pods: Mapping[str, Pod] = field(default_factory=dict)
     asked: list[Key] = field(default_factory=list)
 
     def template_exists(self, template: Key) -> bool | None:
@@ -40,6 +41,10 @@ class Answers(Lookups):
 
     def creation_failure(self, pod: Pod) -> str | None:
         return self.failure
+
+    def pod_of(self, claim: Key) -> Pod | None:
+        self.asked.append(claim)
+        return self.pods.get(claim.name)
 
     def slices_of(self, driver: str) -> Sequence[DetailedSlice] | None:
         return self.slices

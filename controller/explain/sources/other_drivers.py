@@ -151,13 +151,15 @@ class OtherDrivers:
         all_of_them = "the only device" if only else f"of the {len(devices)} devices"
         return f"{all_of_them} of {need.driver} on node {node}{' ' if only else ', '}{', '.join(parts)}"
 
-    def _state(self, need: _Need, selector: Selector | None, pool: str, device: DetailedDevice) -> str | None:
+    def _state(
+        self, need: _Need, selector: Selector | CelError | None, pool: str, device: DetailedDevice
+    ) -> str | None:
         """Why the request can not have the device, held or not; None: it could."""
         try:
             seen = from_slice_device(need.driver, msgspec.to_builtins(device))
         except CelError:  # an attribute of a kind that a later Kubernetes may have
             return None
-        rejection = None if selector is None else selector.rejection(seen)
+        rejection = selector.rejection(seen) if isinstance(selector, Selector) else None
         if rejection is not None:
             return f"not selected by {rejection.expression}"
         rules = self.queue.cluster.taint_rules
