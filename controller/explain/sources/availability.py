@@ -313,9 +313,11 @@ def listed(names: Sequence[str], shown: int = SHOWN) -> str:
 
 
 def named(gpus: Iterable[FleetGpu]) -> str:
-    """``gpu-3 of a, gpu-0 of b (fault or taint)``, and the number of the others."""
-    names = ((f"gpu-{gpu.number} of {gpu.node}", gpu.fault or tainting_rules(gpu)) for gpu in gpus)
-    return listed([f"{name} ({detail})" if detail else name for name, detail in names])
+    """``gpu-3, gpu-5 of a (fault or taint), gpu-0 of b``, and the number of the others."""
+    details: dict[str, list[FleetGpu]] = {}
+    for gpu in gpus:
+        details.setdefault(gpu.fault or tainting_rules(gpu), []).append(gpu)
+    return listed([numbered(alike) + (f" ({detail})" if detail else "") for detail, alike in details.items()])
 
 
 def numbered(gpus: Iterable[FleetGpu]) -> str:

@@ -40,7 +40,7 @@ OF_OBSTACLE = {
     Obstacle.FOREIGN: (ReasonCode.FOREIGN, "partitions that Tessera did not make take the place on {}"),
 }
 
-MAX_OF_ALTERNATIVE = 160
+MAX_OF_ALTERNATIVE = 120
 """Characters of the reason of an alternative that is not reported first."""
 
 OF_NODES = {Obstacle.EXCLUDED, Obstacle.CLOSED}
@@ -255,20 +255,20 @@ def of_alternatives(best: Reason, reasons: Sequence[Reason], requests: Iterable[
         for alternative in request.alternatives
         if len(request.alternatives) > 1
     ]
-    codes = {reason.code for reason in reasons} - {best.code}
-    also = f"; the others: {', '.join(sorted(codes))}" if codes else "; the others"
+    others = sorted({reason.code for reason in reasons} - {best.code})
     if len(names) == len(reasons):  # only one request has alternatives
-        texts = [
-            _short(name, reason.sentence) for name, reason in zip(names, reasons, strict=True) if reason is not best
-        ]
-        also += f": {'; '.join(texts[:SHOWN])}"
+        named_reasons = zip(names, reasons, strict=True)
+        others = [_of_alternative(name, reason, best) for name, reason in named_reasons if reason is not best][:SHOWN]
     is_only = not best.permanent and sum(not reason.permanent for reason in reasons) == 1
     which = "the only one that can become free" if is_only else "one"
-    return replace(best, sentence=f"{best.sentence} ({which} of the alternatives {listed(names, 8)}{also})")
+    return replace(
+        best, sentence=f"{best.sentence} ({'; '.join((f'{which} of the alternatives {listed(names, 8)}', *others))})"
+    )
 
 
-def _short(name: str, sentence: str) -> str:
-    """The beginning of the reason of the alternative ``name``."""
-    sentence = sentence.removeprefix("request ")
-    sentence = sentence if sentence.startswith(name) else f"{name}: {sentence}"
+def _of_alternative(name: str, reason: Reason, best: Reason) -> str:
+    """The beginning of the reason of the alternative ``name``, if it is not of the kind of the ``best``."""
+    if reason.code is best.code:
+        return f"{name}: likewise"
+    sentence = f"{name}: {reason.sentence.removeprefix('request ').removeprefix(name).removeprefix(': ').strip()}"
     return sentence if len(sentence) <= MAX_OF_ALTERNATIVE else f"{sentence[:MAX_OF_ALTERNATIVE]}..."

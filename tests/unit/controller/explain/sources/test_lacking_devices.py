@@ -304,7 +304,7 @@ def test_a_gpu_that_needs_a_reset_says_so_and_which_steps_are_left(
     mode: MigMode, selector: str, steps: tuple[str, ...], others: tuple[str, ...]
 ) -> None:
     there = Situation(node_of("a", product=A100, facts={"mig_mode": mode})).wants(request(selector=selector))
-    named = "gpu-0 of a, gpu-1 of a"
+    named = "gpu-0, gpu-1 of a"
     told(there, ReasonCode.RESET, "2 GPUs have it, but a reset must first give them another MIG mode", named, *steps)
     assert not [each for each in others if each in reason(there).sentence]
 
@@ -330,7 +330,7 @@ def test_gpus_with_faults_are_named() -> None:
     there = Situation(node_of("a", fault="cordoned: fan on Friday", fault_kind=FaultKind.CORDONED)).wants(
         request(selector=FULL)
     )
-    told(there, ReasonCode.CORDONED, "2 GPUs have it", "gpu-0 of a (cordoned: fan on Friday)")
+    told(there, ReasonCode.CORDONED, "2 GPUs have it", "gpu-0, gpu-1 of a (cordoned: fan on Friday)")
 
 
 def test_gpus_kept_for_other_uses_are_named() -> None:
@@ -384,7 +384,7 @@ def test_of_several_obstacles_the_one_with_the_most_gpus_is_named_with_them() ->
         *node_of("c", gpus=1, foreign=1),
     ]
     there = Situation(gpus).wants(request(selector=FULL))
-    told(there, ReasonCode.FAULT, "4 GPUs have it", "gpu-0 of a (Xid 79), gpu-1 of a (Xid 79); 1 more: node closed")
+    told(there, ReasonCode.FAULT, "4 GPUs have it", "gpu-0, gpu-1 of a (Xid 79); 1 more: node closed")
 
 
 def test_held_mentions_those_that_cannot_be_used_anyway() -> None:
@@ -491,7 +491,7 @@ def test_of_several_alternatives_the_only_one_that_can_become_free_is_reported()
     told(
         Situation(node_of("a", "full")).wants(alternatives),
         ReasonCode.HELD,
-        "(the only one that can become free of the alternatives gpu/dream, gpu/whole; the others: NothingMatches: ",
+        "(the only one that can become free of the alternatives gpu/dream, gpu/whole; gpu/dream: profile 1g.99gb: ",
     )
 
 
@@ -500,7 +500,7 @@ def test_none_of_several_alternatives_that_can_become_free_is_said_to_be_nearer(
     told(
         Situation(node_of("a", "full")).wants(alternatives),
         ReasonCode.HELD,
-        "(one of the alternatives gpu/small, gpu/whole; the others: gpu/whole needs a full GPU: none is free",
+        "(one of the alternatives gpu/small, gpu/whole; gpu/whole: likewise)",
     )
 
 
