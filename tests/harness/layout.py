@@ -66,7 +66,7 @@ class NodeLayout:
 
     @property
     def tessera(self) -> Path:
-        """Where pods of a node in its usual places have their simulated GPUs."""
+        """Where this node's simulated GPUs may be; pods of a node in its usual places have them there."""
         return self.root / "tessera"
 
     @property
