@@ -16,7 +16,7 @@ from tests.harness.addresses import MAX_NODES
 from tests.harness.binaries import ensure_binaries
 from tests.harness.cluster import Cluster
 from tests.harness.layout import BASE
-from tests.harness.processes import ProcessTable
+from tests.harness.processes import MARKER, ProcessTable
 from tests.harness.progress import Progress
 from tests.harness.settings import Settings, check_name
 from tests.harness.state import cluster_directories, read_state
@@ -89,7 +89,7 @@ def up(name: str, nodes: int, kubernetes: str, binaries: Path | None, cache: Pat
 
 
 def _how_to_use(cluster: Cluster) -> Iterator[str]:
-    """Lines for a shell; clusters of different names have no path or port in common."""
+    """Lines for a shell: no folder in them is another cluster's, and what they start ends with the cluster."""
     yield f"export KUBECONFIG={cluster.kubeconfig}"
     yield f"export PATH={cluster.binaries}:$PATH"
     yield f"# cluster {cluster.name}, Kubernetes {cluster.release.kubernetes}, {cluster.server}"
@@ -98,10 +98,11 @@ def _how_to_use(cluster: Cluster) -> Iterator[str]:
     yield "# To install device classes, policies and rights, without pods of Tessera (in the checkout):"
     yield f"#   printf '{WITHOUT_PODS}' | make -s manifests VALUES=/dev/stdin | kubectl apply -f -"
     for node in cluster.nodes:
-        yield f"# To run a node plugin with simulated GPUs on {node.name}:"
+        yield f"# To run a node plugin with simulated GPUs on {node.name}, until it or the cluster is ended:"
         yield (
-            f"#   .venv/bin/tessera node --node-name {node.name} --kubeconfig {cluster.kubeconfig} --gpus sim:dgx-h100 "
-            f"--kubelet-dir {node.kubelet_dir} --cdi-dir {node.cdi_dir} --host-root {node.tessera_dir}"
+            f"#   {MARKER}={cluster.directory} .venv/bin/tessera node --node-name {node.name} "
+            f"--kubeconfig {cluster.kubeconfig} --gpus sim:dgx-h100 --kubelet-dir {node.kubelet_dir} "
+            f"--cdi-dir {node.cdi_dir} --host-root {node.tessera_dir}"
         )
 
 

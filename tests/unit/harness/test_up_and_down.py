@@ -57,8 +57,9 @@ def test_all_of_none_is_fine(base: Path) -> None:
 def plugins(state: ClusterState) -> list[dict[str, Any]]:
     """The options of the node plugins that the lines of ``up`` start, as `tessera node` reads them."""
     commands = [shlex.split(line)[1:] for line in command._how_to_use(Cluster(state)) if "tessera node" in line]
-    assert all(words[:2] == [".venv/bin/tessera", "node"] for words in commands)
-    return [node_plugin.make_context("node", words[2:]).params for words in commands]
+    ends_with_cluster = f"TESSERA_TEST_CLUSTER={state.directory}"
+    assert all(words[:3] == [ends_with_cluster, ".venv/bin/tessera", "node"] for words in commands)
+    return [node_plugin.make_context("node", words[3:]).params for words in commands]
 
 
 def test_node_plugins_of_two_clusters_share_no_folder_when_started_as_printed(state: ClusterState) -> None:
