@@ -116,7 +116,7 @@ def _on(image: Path, screen: Screen, cluster: Cluster, _keep: bool) -> None:
 def _draw(screen: Screen, image: Path, plugins: Sequence[PluginProcess]) -> None:
     screen.act("Allocated against used, by GPU")
     image.write_text(usage_svg(sorted(_used(plugins))))
-    screen.say(f"The picture is in {image.resolve()}.")
+    screen.say(f"The picture is in {image}.")
 
 
 def _plugins(cluster: Cluster) -> Iterator[PluginProcess]:
