@@ -1,31 +1,25 @@
-"""The claims that hold what a pending one could have: their devices and pods, and how these relate to its own pod."""
+"""The claims that hold what a pending one could have, their devices and pods."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-import msgspec
-
-from controller.cluster.cache import TEMPLATE_HASH
 from controller.report.claim_explainer import Explanation, key_of
 from controller.report.cluster_view import ClusterView
 from driver.errors import NOT_FOUND, ApiError, accepted_status
 from driver.kube.client import KubeClient
-from driver.kube.typed_reads import read_claim, read_object
-from driver.kube.types import Claim, Key, Pod
+from driver.kube.typed_reads import find_pod, read_claim
+from driver.kube.types import Claim, Key
 
 MAX_HOLDERS = 20
-
-POD_READER = msgspec.json.Decoder(Pod)
 
 
 @dataclass(frozen=True)
 class HoldingClaim:
     """A claim that holds devices; ``created`` as the API server writes it.
 
-    ``terminating``: its first pod, or the claim itself, is being deleted. ``deployment``: that of the first pod.
+    ``terminating``: its first pod, or the claim itself, is being deleted.
     """
 
     claim: str
@@ -34,14 +28,6 @@ class HoldingClaim:
     priority: int | None = None
     created: str | None = None
     terminating: bool = False
-    deployment: str | None = None
-
-
-def find_pod(client: KubeClient, key: Key) -> Pod | None:
-    """The pod; None if there is none. Raises ApiError."""
-    with accepted_status(NOT_FOUND):
-        return read_object(client, f"/api/v1/namespaces/{key.namespace}/pods/{key.name}", POD_READER)
-    return None
 
 
 def find_claim(client: KubeClient, key: Key) -> Claim | None:
@@ -71,38 +57,5 @@ def _holder(client: KubeClient, name: str, devices: tuple[str, ...]) -> HoldingC
         pod = find_pod(client, Key(key.namespace, pods[0])) if pods else None
     deleted = any(known is not None and known.metadata.deletion_timestamp for known in (claim, pod))
     created = claim.metadata.creation_timestamp if claim is not None else None
-    priority, deployment = (pod.spec.priority, deployment_of(pod)) if pod is not None else (None, None)
-    return HoldingClaim(name, devices, pods, priority, created, bool(deleted), deployment)
-
-
-def deployment_of(pod: Pod) -> str | None:
-    """``namespace/name`` of the Deployment whose ReplicaSet made ``pod``; None: none did."""
-    template_hash = pod.metadata.labels.get(TEMPLATE_HASH, "")
-    for owner in pod.metadata.owner_references:
-        if owner.kind == "ReplicaSet" and owner.controller and owner.name.endswith(f"-{template_hash}"):
-            return f"{pod.metadata.namespace}/{owner.name.removesuffix(f'-{template_hash}')}" if template_hash else None
-    return None
-
-
-def relations(waiting: Pod, holders: Sequence[HoldingClaim]) -> Iterator[str]:
-    """What ``waiting`` has to do with the pods of ``holders``, and what can be done about it."""
-    deployment = deployment_of(waiting)
-    same = [holder for holder in holders if deployment is not None and holder.deployment == deployment]
-    if same and deployment is not None:
-        what = f"{len(same)} of these are" if len(same) > 1 else "one of these is"
-        namespace, _, name = deployment.partition("/")
-        patch = '{"spec":{"strategy":{"rollingUpdate":{"maxSurge":0,"maxUnavailable":1}}}}'
-        yield (
-            f"{what} held by other pods of the same Deployment {name}: if this is a rolling update, it waits for what "
-            "its own old pods have. Let it end an old pod first: "
-            f"kubectl patch deployment -n {namespace} {name} -p '{patch}'"
-        )
-    lower = [holder for holder in holders if holder.priority is not None and holder.priority < waiting.spec.priority]
-    if lower:
-        least = min(lower, key=lambda holder: (holder.priority or 0, holder.claim))
-        namespace, pod = least.claim.partition("/")[0], least.pods[0]
-        what = "all of these have" if len(lower) == len(holders) else f"{len(lower)} of these have"
-        yield (
-            f"{what} a lower priority than pod {waiting.metadata.name} ({waiting.spec.priority}), but Kubernetes does "
-            f"not preempt pods for devices: end one yourself, such as kubectl delete pod -n {namespace} {pod}"
-        )
+    priority = pod.spec.priority if pod is not None else None
+    return HoldingClaim(name, devices, pods, priority, created, bool(deleted))

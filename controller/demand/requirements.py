@@ -140,7 +140,17 @@ class RequirementsReader:
                 if isinstance(selector, RefusedRequest):
                     refused.append(selector)
                 elif selector is not None:
-                    request_read = self._request(request, alternative, selector)
+                    written, class_name = alternative.count, alternative.device_class_name
+                    count = None if alternative.takes_all else min(written, MAX_DEVICES + 1)
+                    request_read = DeviceRequest(
+                        request.name_of(alternative),
+                        selector,
+                        count,
+                        class_name,
+                        frozenset(_texts(self._classes[class_name].spec.selectors)),
+                        alternative.tolerations,
+                        excess=0 if count is None else written - count,
+                    )
                     if alternative.admin_access:
                         monitoring.append(request_read)
                     else:
@@ -160,35 +170,34 @@ class RequirementsReader:
         selector = self._selector(Request(""), alternative, namespace)
         return selector if isinstance(selector, Selector) else None
 
-    def _request(self, request: Request, alternative: ExactDeviceRequest, selector: Selector) -> DeviceRequest:
-        name, class_name, written = request.name_of(alternative), alternative.device_class_name, alternative.count
-        count = min(written, MAX_DEVICES + 1)
-        of_class = frozenset(_texts(self._classes[class_name].spec.selectors))
-        if alternative.takes_all:
-            return DeviceRequest(name, selector, None, class_name, of_class, alternative.tolerations)
-        return DeviceRequest(
-            name, selector, count, class_name, of_class, alternative.tolerations, excess=written - count
-        )
+    def selector_of_any(
+        self, alternative: ExactDeviceRequest, namespace: str, driver: str
+    ) -> Selector | CelError | None:
+        """What a request of a claim in ``namespace`` selects of ``driver``; None: its class does not exist."""
+        device_class = self._classes.get(alternative.device_class_name)
+        if device_class is None:
+            return None
+        amounts = None if alternative.capacity is None else alternative.capacity.requests
+        conditions = tuple(_capacity_conditions(driver, amounts)) if amounts else ()
+        charged_namespace = namespace if alternative.selectors or conditions else ""
+        expressions = tuple(_texts((*device_class.spec.selectors, *alternative.selectors)))
+        return self._selectors.selector(expressions, conditions, charged_namespace)
 
     def _selector(
         self, request: Request, alternative: ExactDeviceRequest, namespace: str
     ) -> Selector | RefusedRequest | None:
         """None for requests for other drivers' devices."""
         class_name, name = alternative.device_class_name, request.name_of(alternative)
-        device_class = self._classes.get(class_name)
-        if device_class is None:
+        selector = self.selector_of_any(alternative, namespace, self._selectors.driver)
+        if selector is None:
             sentence = f"request {name}: there is no DeviceClass {class_name!r}"
             names = sorted(self._classes, key=lambda name: (len(name), name))
             more = f" and {len(names) - SHOWN_CLASSES} more" if len(names) > SHOWN_CLASSES else ""
             there = f"; there are {', '.join(names[:SHOWN_CLASSES])}{more}" if names else "; the cluster has none"
             return RefusedRequest("NoSuchClass", sentence + (meant(class_name, self._classes) or there))
-        expressions = (*_texts(device_class.spec.selectors), *_texts(alternative.selectors))
-        amounts = None if alternative.capacity is None else alternative.capacity.requests
-        conditions = tuple(_capacity_conditions(self._selectors.driver, amounts)) if amounts else ()
-        charged_namespace = namespace if alternative.selectors or conditions else ""
-        selector = self._selectors.selector(expressions, conditions, charged_namespace)
         if isinstance(selector, CelError):
-            may_be_about_us = any(self._selectors.driver in text for text in expressions)
+            texts = _texts((*self._classes[class_name].spec.selectors, *alternative.selectors))
+            may_be_about_us = any(self._selectors.driver in text for text in texts)
             return _refused(name, selector) if may_be_about_us else None
         if not selector.is_about_us and not any(matches for matches, _ in selector.among(self._fleet)):
             return None

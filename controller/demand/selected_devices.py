@@ -134,12 +134,18 @@ class Selector:
         gpu_class = self._classes.of(gpu)[0]
         if gpu_class not in self._monitors:
             attributes_of_monitor = monitor_attributes(Monitor.of(gpu.gpu, gpu.number))
-            seen = from_slice_device(self._driver, {"attributes": attributes_of_monitor})
-            try:
-                self._monitors[gpu_class] = self._time.spend(partial(self._rejection, seen))
-            except BudgetExhausted:
-                return Rejection(self.expressions[-1], EXHAUSTED)
+            rejection = self.rejection(from_slice_device(self._driver, {"attributes": attributes_of_monitor}))
+            if rejection is not None and rejection.is_exhausted:
+                return rejection
+            self._monitors[gpu_class] = rejection
         return self._monitors[gpu_class]
+
+    def rejection(self, device: CelDevice) -> Rejection | None:
+        """Why it does not select ``device``, of whatever driver; None: it does."""
+        try:
+            return self._time.spend(partial(self._rejection, device))
+        except BudgetExhausted:
+            return Rejection(self.expressions[-1], EXHAUSTED)
 
     def on(self, gpu: FleetGpu) -> Matches:
         """The devices that it selects of one GPU, held or not."""
@@ -202,11 +208,7 @@ class Selector:
         return met if len(devices) <= MAX_EXAMPLES else []
 
     def _timed_verdict(self, device: Device) -> bool | SelectorFailure:
-        seen = cel_device(self._driver, device, self._classes.names)
-        try:
-            rejection = self._time.spend(partial(self._rejection, seen))
-        except BudgetExhausted:
-            return SelectorFailure(device, self.expressions[-1], EXHAUSTED)
+        rejection = self.rejection(cel_device(self._driver, device, self._classes.names))
         if rejection is not None and rejection.error:
             return SelectorFailure(device, *rejection)
         return rejection is None

@@ -18,8 +18,8 @@ from driver.config.shared_flags import SUBDOMAIN
 from driver.errors import CONFLICT, NOT_FOUND, ApiError
 from driver.kube.client import SERVER_ERROR, KubeClient
 from driver.kube.events import Recorder
-from driver.kube.typed_reads import read_all, read_object
-from driver.kube.types import Claim, Expression, OwnerReference, Pod, Reference
+from driver.kube.typed_reads import find_pod, read_all, read_object
+from driver.kube.types import Claim, Expression, Key, OwnerReference, Pod, Reference
 
 if TYPE_CHECKING:
     from controller.metrics import ControllerMetrics
@@ -32,8 +32,6 @@ PASS_SECONDS = 1.0
 
 ADMIN_ACCESS = "it has adminAccess"
 """Why the pods of such a claim are not evicted."""
-
-POD = msgspec.json.Decoder(Pod)
 
 
 class Trigger(StrEnum):
@@ -166,14 +164,9 @@ class Evictor:
         for consumer in claim.status.reserved_for:
             # A name that no pod can have is left out: it could lead elsewhere.
             if consumer.resource == "pods" and SUBDOMAIN.fullmatch(consumer.name):
-                try:
-                    pod = read_object(self._client, _path(claim.metadata.namespace, consumer.name), POD)
-                except ApiError as error:
-                    if error.status != NOT_FOUND:
-                        raise
-                    continue
+                pod = find_pod(self._client, Key(claim.metadata.namespace, consumer.name))
                 # A later pod of the same name has nothing to do with it.
-                if pod.metadata.uid == consumer.uid and claim.metadata.key in pod.claims:
+                if pod is not None and pod.metadata.uid == consumer.uid and claim.metadata.key in pod.claims:
                     pods.append(pod)
         return pods
 

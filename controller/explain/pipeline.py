@@ -28,6 +28,7 @@ from controller.explain.reason import OF_THE_POD, ClaimReason, ReasonCode
 from controller.explain.situation import DisjointPlan, Situation
 from controller.explain.sources.availability import listed
 from controller.explain.sources.causes_in_pods_and_claims import UnplacedPods
+from controller.explain.sources.holding_pods import HoldingPods
 from controller.explain.sources.lacking_devices import KnownReasons, Reasoning, reason_of
 from controller.explain.sources.pending_despite_offers import ClaimsDespiteOffers, Sightings
 from controller.explain.sources.scheduler_reports import SchedulerActivity, with_scheduler
@@ -76,6 +77,7 @@ class ReasonFinder:
         self._known = KnownReasons()
         self._unplaced = UnplacedPods(self._clock, watching=watching)
         self._sightings = Sightings(self._clock, watching=watching)
+        self._holding = HoldingPods(self._clock, watching=watching)
         self._last: dict[tuple[str, str], ClaimReason] = {}
         """The last reasons but those ``OF_THE_POD``, by key and UID of the claim."""
         self._rests_until = -math.inf
@@ -100,13 +102,11 @@ class ReasonFinder:
         activity = SchedulerActivity(queue, self._clock)
         unplaced = self._unplaced.reasons(situation)
         self._sightings.update(situation)
+        self._holding.looked_up.begin()
         incomplete = reasons_of_incomplete_gangs(queue, self._clock) if queue.gangs else ()
-        sources = _Sources(
-            situation,
-            Reasoning(queue, self._known),
-            {reason.pending.key: reason for reason in incomplete},
-            ClaimsDespiteOffers(situation, self._sightings, self._overdue_seconds, activity),
-        )
+        despite_offers = ClaimsDespiteOffers(situation, self._sightings, self._overdue_seconds, activity)
+        of_gangs = {reason.pending.key: reason for reason in incomplete}
+        sources = _Sources(situation, Reasoning(queue, self._known), of_gangs, despite_offers, self._holding)
         queued = {pending.key for pending in queue.pending}
         yield from (reason for key, reason in unplaced.items() if key not in queued)
         last, self._last = self._last, {}
@@ -149,12 +149,16 @@ class _Sources:
     lacking: Reasoning
     incomplete: dict[str, ClaimReason]
     despite_offers: ClaimsDespiteOffers
+    holding: HoldingPods
 
     def reason(self, pending: PendingClaim, now: datetime) -> ClaimReason | None:
         """The reason of one claim, as of ``now``. None means that the claim is for devices of other drivers only."""
         situation, plan = self.situation, self.situation.plan
+        lacking = reason_of(pending, self.lacking, situation.unreported)
+        if lacking is not None and not lacking.permanent:
+            lacking = self.holding.with_relations(lacking, self.lacking, situation.lookups)
         reason = (
-            reason_of(pending, self.lacking, situation.unreported)
+            lacking
             or self.incomplete.get(pending.key)
             or self.despite_offers.reason(pending)
             or (None if plan is None else reason_of_disjoint(pending, situation.queue, plan))

@@ -6,13 +6,13 @@ know, and ``controller.explain.pipeline`` finds the reasons in it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from controller.cluster.claim_index import PoolDevice
 from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
 from controller.demand.pending_claims import Queue
-from driver.kube.typed_reads import DevicesByNode
+from driver.kube.slice_types import DetailedSlice
 from driver.kube.types import Key, Pod
 from driver.model.offer import Offer
 
@@ -29,8 +29,11 @@ class Lookups:
     def creation_failure(self, pod: Pod) -> str | None:
         """What kube-controller-manager reports on a pod whose claim it can not create."""
 
-    def devices_of(self, driver: str) -> DevicesByNode | None:
-        """The devices that another driver publishes."""
+    def pod_of(self, claim: Key) -> Pod | None:
+        """The first pod for which an allocated claim is reserved; None, too, if it is for none."""
+
+    def slices_of(self, driver: str) -> Sequence[DetailedSlice] | None:
+        """The ResourceSlices of another driver."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ API server, and compute what they can not read.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -38,8 +38,8 @@ from driver.clock import Clock
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError
 from driver.kube.client import KubeClient
 from driver.kube.controller_heartbeat import LastHeartbeat, last_heartbeat
-from driver.kube.slice_types import ResourceSlice
-from driver.kube.typed_reads import RESOURCE_GROUP, DevicesByNode, read_all
+from driver.kube.slice_types import DetailedSlice
+from driver.kube.typed_reads import RESOURCE_GROUP, find_pod, read_all, read_claim
 from driver.kube.types import Key, Metadata, Pod
 from driver.kube.watch_cache import MALFORMED
 from driver.model.plan import OfferMode
@@ -198,16 +198,20 @@ class ClusterReads(Lookups):
             return None
         return max(events, key=lambda event: event.last_timestamp or "", default=None)
 
-    def devices_of(self, driver: str) -> DevicesByNode | None:
-        devices: dict[str, set[tuple[str, str]]] = {}
+    def pod_of(self, claim: Key) -> Pod | None:
+        try:
+            reserved = read_claim(self._client, claim.namespace, claim.name, any_age=True).status.reserved_for
+            names = [consumer.name for consumer in reserved if consumer.resource == "pods"]
+            return find_pod(self._client, Key(claim.namespace, names[0])) if names else None
+        except ApiError:
+            return None
+
+    def slices_of(self, driver: str) -> Sequence[DetailedSlice] | None:
         of_driver = {"fieldSelector": f"spec.driver={driver}"}
         try:
-            for slice_ in read_all(self._client, f"{RESOURCE_GROUP}/resourceslices", ResourceSlice, of_driver):
-                names = {(slice_.spec.pool.name, device.name) for device in slice_.spec.devices}
-                devices.setdefault(slice_.spec.node_name, set()).update(names)
+            return list(read_all(self._client, f"{RESOURCE_GROUP}/resourceslices", DetailedSlice, of_driver))
         except (ApiError, msgspec.MsgspecError):
             return None
-        return devices
 
 
 class ViewMaker:

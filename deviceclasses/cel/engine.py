@@ -85,7 +85,9 @@ def from_slice_device(driver: str, device: Mapping[str, Any]) -> CelDevice:
         return CelDevice(
             driver=driver,
             attributes=_by_domain(driver, device.get("attributes") or {}, _attribute),
-            capacity=_by_domain(driver, device.get("capacity") or {}, lambda entry: parse_quantity(entry["value"])),
+            capacity=_by_domain(
+                driver, device.get("capacity") or {}, lambda entry: parse_quantity(str(entry["value"]))
+            ),
             allow_multiple_allocations=bool(device.get("allowMultipleAllocations")),
         )
     except (EvaluationError, KeyError) as error:
@@ -97,6 +99,10 @@ def _attribute(entry: Mapping[str, Any]) -> Value:
         if kind in entry:
             return convert(entry[kind])
     raise EvaluationError(f"an attribute has one of {', '.join(KINDS)}, not {', '.join(entry) or 'nothing'}")
+
+
+def _capacity(entry: Mapping[str, Any]) -> Value:
+    return parse_quantity(str(entry["value"]))
 
 
 def _by_domain(driver: str, entries: Mapping[str, Any], value: Callable[[Any], Value]) -> Domains:

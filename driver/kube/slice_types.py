@@ -146,6 +146,13 @@ class DetailedDevice(Struct, frozen=True):
     binding_conditions: tuple[str, ...] = ()
     allow_multiple_allocations: bool = False
 
+    def attribute(self, driver: str, name: str) -> tuple[str, Any] | None:
+        """Type and value of the attribute with this full name, of a device of ``driver``; None if it has none."""
+        value = self.attributes.get(name)
+        if value is None and name.startswith(f"{driver}/"):
+            value = self.attributes.get(name.removeprefix(f"{driver}/"))
+        return next(iter(value.items())) if value else None
+
 
 class DetailedSliceSpec(Struct, frozen=True):
     driver: str

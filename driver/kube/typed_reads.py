@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from driver.errors import ApiError, FatalError
+from driver.errors import NOT_FOUND, ApiError, FatalError, accepted_status
 from driver.kube.client import KubeClient, Object
 from driver.kube.json_sanitizing import decode
-from driver.kube.types import Claim, Node, PodDetails
+from driver.kube.types import Claim, Key, Node, Pod, PodDetails
 
 RESOURCE_GROUP = "/apis/resource.k8s.io/v1"
 
 PAGE_SIZE = 500
 
 T = TypeVar("T")
-
-ANY_NODE = ""
-"""The node of devices that several nodes can use, as their slices name it."""
-
-DevicesByNode = Mapping[str, Collection[tuple[str, str]]]
-"""Pool and name of the devices of each node, or of ANY_NODE."""
 
 
 class ListMeta(msgspec.Struct, frozen=True, rename={"resource_version": "resourceVersion", "next_page": "continue"}):
@@ -74,13 +68,20 @@ def read_object(client: KubeClient, path: str, decoder: msgspec.json.Decoder[T],
         raise ApiError(f"GET {path}: the API server's answer does not parse: {error}") from error
 
 
-CLAIM, NODE = msgspec.json.Decoder(Claim), msgspec.json.Decoder(Node)
+CLAIM, NODE, POD = msgspec.json.Decoder(Claim), msgspec.json.Decoder(Node), msgspec.json.Decoder(Pod)
 
 
 def read_claim(client: KubeClient, namespace: str, name: str, *, any_age: bool = False) -> Claim:
     """Read a claim, as ``read_object`` does."""
     path = f"{RESOURCE_GROUP}/namespaces/{namespace}/resourceclaims/{name}"
     return read_object(client, path, CLAIM, any_age=any_age)
+
+
+def find_pod(client: KubeClient, key: Key) -> Pod | None:
+    """The pod; None if there is none. Raises ApiError."""
+    with accepted_status(NOT_FOUND):
+        return read_object(client, f"/api/v1/namespaces/{key.namespace}/pods/{key.name}", POD)
+    return None
 
 
 def list_claims(client: KubeClient) -> Iterator[Claim]:

@@ -21,12 +21,12 @@ from controller.report.cluster_view import read_cluster
 from driver.clock import Clock
 from driver.errors import FORBIDDEN, ApiError, FatalError, UsageError
 from driver.kube.client import KubeClient
-from driver.kube.typed_reads import read_all
+from driver.kube.typed_reads import find_pod, read_all
 from driver.kube.types import Claim, Key, Metadata, Pod
 from kubelet_plugin.status.claim_status import READY_CONDITION, UNHEALTHY_WAY_OUT
 from kubelet_plugin.status.events import EventReason
 from tessera.cluster_options import access_of, with_driver_name, with_kubeconfig
-from tessera.holding_claims import MAX_HOLDERS, HoldingClaim, find_claim, find_pod, holders_of, relations
+from tessera.holding_claims import MAX_HOLDERS, HoldingClaim, find_claim, holders_of
 from tessera.tables_and_drawings import columns, counted, printable, with_output
 
 POD_KINDS, CLAIM_KINDS = ("pod", "pods", "po"), ("claim", "resourceclaim", "resourceclaims")
@@ -291,7 +291,6 @@ def _as_text(explanation: Explanation, holders: Sequence[HoldingClaim], clock: C
             for holder in holders
         ]
         lines += ["", columns(["HELD BY", "DEVICES", "POD", "PRIORITY", "AGE"], table)]
-        lines += [printable(relation) for relation in _relations(explanation, holders)]
     if explanation.changes:
         lines += ["", "it would fit if", *(f"  - {printable(change.text)}" for change in explanation.changes)]
     reports: dict[str, list[str]] = {}
@@ -301,10 +300,6 @@ def _as_text(explanation: Explanation, holders: Sequence[HoldingClaim], clock: C
         which = "pod" if len(pods) == 1 else "pods"
         lines += ["", f"the scheduler reports on {which} {listed(pods)}: {printable(message)}"]
     return "\n".join(lines)
-
-
-def _relations(explanation: Explanation, holders: Sequence[HoldingClaim]) -> list[str]:
-    return list(relations(explanation.pods[0], holders)) if explanation.pods else []
 
 
 def _age(created: str, clock: Clock) -> str:
@@ -323,7 +318,6 @@ def _as_json(explanation: Explanation, holders: Sequence[HoldingClaim]) -> dict[
         "message": explanation.message,
         "requests": msgspec.to_builtins(explanation.requests),
         "holders": [asdict(holder) for holder in holders],
-        "relations": _relations(explanation, holders),
         "changes": msgspec.to_builtins(explanation.changes),
         "schedulerReports": [{"pod": pod, "message": message} for pod, message in explanation.reports],
     }

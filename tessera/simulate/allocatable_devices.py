@@ -9,6 +9,8 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
+import msgspec
+
 from deviceclasses.cel.engine import CelDevice, from_slice_device
 from deviceclasses.cel.library.quantity import BINARY, parse_quantity
 from driver.errors import RecoverableError
@@ -39,13 +41,7 @@ class AllocatableDevice:
     @cached_property
     def cel(self) -> CelDevice:
         """The device as selectors read it. Raises CelError for a value that the API server would not store."""
-        device = {
-            "name": self.entry.name,
-            "attributes": self.entry.attributes,
-            "capacity": {name: {"value": str(capacity.value)} for name, capacity in self.entry.capacity.items()},
-            "allowMultipleAllocations": self.entry.allow_multiple_allocations,
-        }
-        return from_slice_device(self.id.driver, device)
+        return from_slice_device(self.id.driver, msgspec.to_builtins(self.entry))
 
     @cached_property
     def consumption(self) -> Counters:
@@ -54,10 +50,7 @@ class AllocatableDevice:
 
     def attribute(self, name: str) -> tuple[str, Any] | None:
         """The type and value of the attribute with this full name; None if it has no such attribute."""
-        value = self.entry.attributes.get(name)
-        if value is None and name.startswith(f"{self.id.driver}/"):
-            value = self.entry.attributes.get(name.removeprefix(f"{self.id.driver}/"))
-        return next(iter(value.items())) if value else None
+        return self.entry.attribute(self.id.driver, name)
 
 
 def counters_of(sets: Iterable[tuple[str, Mapping[str, Counter]]]) -> Counters:

@@ -135,7 +135,7 @@ class Situation:
         """A claim that is allocated."""
         pool = f"{node}-{DRIVER}"
         results = [{"request": "gpu", "driver": DRIVER, "pool": pool, "device": device} for device in devices]
-        self.claim(name, status={"allocation": {"devices": {"results": results}}})
+        self.claim(name, request(), status={"allocation": {"devices": {"results": results}}})
         return self
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
@@ -10,7 +11,7 @@ from controller.explain.reason import ClaimReason
 from controller.explain.situation import Lookups, Situation
 from controller.explain.sources.causes_in_pods_and_claims import UnplacedPods
 from controller.explain.sources.lacking_devices import KnownReasons, Reasoning, reason_of
-from driver.kube.typed_reads import DevicesByNode
+from driver.kube.slice_types import DetailedSlice
 from driver.kube.types import Key, Pod
 from tests.support.clock import FakeClock
 
@@ -26,11 +27,12 @@ def reasons_of(
 
 @dataclass
 class Answers(Lookups):
-    """Lookups with the same answer for everything; ``asked`` are the templates that were looked up."""
+    """Lookups with the same answer for everything; ``asked`` are the templates and claims that were looked up."""
 
     exists: bool | None = None
     failure: str | None = None
-    devices: DevicesByNode | None = None
+    slices: Sequence[DetailedSlice] | None = None
+    pods: Mapping[str, Pod] = field(default_factory=dict)
     asked: list[Key] = field(default_factory=list)
 
     def template_exists(self, template: Key) -> bool | None:
@@ -40,8 +42,12 @@ class Answers(Lookups):
     def creation_failure(self, pod: Pod) -> str | None:
         return self.failure
 
-    def devices_of(self, driver: str) -> DevicesByNode | None:
-        return self.devices
+    def pod_of(self, claim: Key) -> Pod | None:
+        self.asked.append(claim)
+        return self.pods.get(claim.name)
+
+    def slices_of(self, driver: str) -> Sequence[DetailedSlice] | None:
+        return self.slices
 
 
 def reasons_of_unplaced(

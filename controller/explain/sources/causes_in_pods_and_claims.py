@@ -81,9 +81,9 @@ class PodReason(NamedTuple):
 class LookedUp:
     """Answers of look-ups by key: looked up again after a while, and forgotten when they are no longer needed."""
 
-    def __init__(self, clock: Clock, most: int) -> None:
-        """``most``: look-ups between two calls of ``begin``."""
-        self._clock, self._most = clock, most
+    def __init__(self, clock: Clock, most: int, interval: float = LOOKUP_INTERVAL_SECONDS) -> None:
+        """``most``: look-ups between two calls of ``begin``; ``interval``: seconds until one is repeated, or more."""
+        self._clock, self._most, self._interval = clock, most, interval
         self._answers: dict[Hashable, tuple[float, Any]] = {}
         """When something is to be looked up again, and the last answer."""
         self._left = 0
@@ -101,7 +101,7 @@ class LookedUp:
             self._left -= 1
             answer, ended = look_up(), self._clock.monotonic()
             # The more there are, the later each is looked up again: the first ones would leave nothing to the others.
-            interval = LOOKUP_INTERVAL_SECONDS * max(1.0, 2 * len(self._answers) / self._most)
+            interval = self._interval * max(1.0, 2 * len(self._answers) / self._most)
             self._answers[key] = (ended + max(interval, LOOKUP_PAUSE_FACTOR * (ended - began)), answer)
         known: T | None = answer
         return known

@@ -20,7 +20,6 @@ from controller.demand.requirements import ClaimRequirements, DeviceRequest, Ref
 from controller.explain.reason import ClaimReason, Reason, ReasonCode
 from controller.explain.sources import sentences
 from controller.explain.sources.availability import (
-    SHOWN,
     Availability,
     SelectedGpus,
     by_obstacle,
@@ -44,9 +43,6 @@ MAX_KNOWN = 1024
 
 MAX_TAINTED = 16
 """Views of the fleet, with the taints of DeviceTaintRules, that are remembered."""
-
-MAX_OF_ALTERNATIVE = 160
-"""Characters of the reason of an alternative that is not the nearest."""
 
 INDEPENDENT_OF_GPUS = {ReasonCode.NO_SUCH_CLASS, ReasonCode.SELECTOR_REFUSED}
 """Permanent reasons that hold whatever GPUs there are."""
@@ -99,13 +95,6 @@ def _qualified(reason: Reason | None, queue: Queue, unreported: UnreportedNodes)
     else:
         sentence = "no node has reported a GPU: does the node plugin run there? (kubectl get gpunodeplans)"
     return Reason(ReasonCode.NO_GPUS, sentence, permanent=True)
-
-
-def _short(name: str, sentence: str) -> str:
-    """The beginning of the reason of the alternative ``name``."""
-    sentence = sentence.removeprefix("request ")
-    sentence = sentence if sentence.startswith(name) else f"{name}: {sentence}"
-    return sentence if len(sentence) <= MAX_OF_ALTERNATIVE else f"{sentence[:MAX_OF_ALTERNATIVE]}..."
 
 
 class KnownReasons:
@@ -211,7 +200,11 @@ class Reasoning:
         if len(reasons) < len(alternatives) or not reasons:
             return None
         best = max(reasons, key=lambda reason: reason.nearness)
-        return best if len(alternatives) == 1 else self._with_alternatives(best, reasons, pending)
+        return (
+            best
+            if len(alternatives) == 1
+            else sentences.of_alternatives(best, reasons, pending.claim.spec.devices.requests)
+        )
 
     def availability(self, request: DeviceRequest, pending: PendingClaim) -> Availability:
         key = (request, self.queue.exclusion_key(pending))
@@ -230,21 +223,6 @@ class Reasoning:
         if condition not in self._excluded:
             self._excluded[condition] = self.queue.excluded(pending)
         return self._excluded[condition]
-
-    def _with_alternatives(self, best: Reason, reasons: list[Reason], pending: PendingClaim) -> Reason:
-        names = [
-            request.name_of(alternative)
-            for request in pending.claim.spec.devices.requests
-            for alternative in request.alternatives
-            if len(request.alternatives) > 1
-        ]
-        others = {reason.code for reason in reasons} - {best.code}
-        also = f"; the others: {', '.join(sorted(others))}" if others else ""
-        if len(names) == len(reasons):  # only one request has alternatives
-            named_reasons = zip(names, reasons, strict=True)
-            texts = [_short(name, reason.sentence) for name, reason in named_reasons if reason is not best]
-            also += f": {'; '.join(texts[:SHOWN])}"
-        return replace(best, sentence=f"{best.sentence} (of the alternatives {listed(names, 8)} the nearest{also})")
 
     def _no_match_reason(self, request: DeviceRequest, pending: PendingClaim) -> Reason | None:
         """Why a request that matches held devices, too, has none at all on the nodes of ``pending``."""
@@ -391,10 +369,13 @@ class Reasoning:
 
     def _held_or_fragmented_reason(self, request: DeviceRequest, pending: PendingClaim) -> Reason:
         """The reason where GPUs have the selected devices, but not enough of them are free."""
-        available, claim_of = self.availability(request, pending), self.queue.holders
+        available = self.availability(request, pending)
         nodes = available.nodes_with_room()
         if not nodes:
             at_limit = [gpu for gpu in available.selected.usable if gpu.is_at_its_limit]
-            return sentences.profile_limit(available, at_limit) if at_limit else sentences.held(available, claim_of)
-        moves = moves_that_help(self._feasibility, ClaimRequirements((request,)), nodes, claim_of)
-        return sentences.fragmented(available, nodes, moves)
+            return (
+                sentences.profile_limit(available, at_limit)
+                if at_limit
+                else sentences.held(available, self.queue.holders)
+            )
+        return sentences.fragmented(available, nodes, moves_that_help(self.queue, ClaimRequirements((request,)), nodes))

@@ -1,16 +1,23 @@
-"""Moves of held devices within a node that would make room: the way out of fragmentation (pure)."""
+"""Moves of held devices within a node that would make room: the way out of fragmentation (pure).
+
+A move leaves the device's profile as it is, and its claim satisfied: selectors, constraints, taints.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations, islice
 from typing import NamedTuple
 
 from controller.cluster.fleet import FleetGpu
-from controller.demand.feasibility import Feasibility
-from controller.demand.requirements import ClaimRequirements
+from controller.demand.pending_claims import Queue
+from controller.demand.requirements import ClaimRequirements, RefusedRequest
+from controller.explain.sources.availability import untolerated
+from driver.kube.types import DeviceTaintRule, Key
 from driver.model.device import Device
+from driver.model.offer import Spot
+from driver.slices.slice_names import Pool
 
 MAX_NODES = 8
 """Nodes on which moves are tried, those with the most free memory."""
@@ -23,8 +30,29 @@ MAX_TRIED = 2_000
 """Arrangements that are tried on one node."""
 
 
+@dataclass(frozen=True)
+class HeldDevice:
+    """A device on ``gpu``, and the requirements of its claim, of whose requests ``index`` has it."""
+
+    claim: str
+    requirements: ClaimRequirements
+    index: int
+    gpu: FleetGpu
+    device: Device
+
+    def may_be_on(self, gpu: FleetGpu, spot: Spot, rules: Iterable[DeviceTaintRule], driver: str) -> bool:
+        """Whether its request selects the device of ``gpu`` that is at ``spot`` and tolerates its taints."""
+        request, device = self.requirements.requests[self.index], gpu.device(spot)
+        pool = Pool(gpu.node, driver).name
+        return (
+            device is not None
+            and request.selector.on(gpu).has(*spot)
+            and not any(rule.selects(driver, pool, device.name) for rule in untolerated(rules, [request]))
+        )
+
+
 class Move(NamedTuple):
-    """A claim whose only device is moved to another place of its GPU, or to another GPU of its node and product."""
+    """A device of a claim is moved to another place of its GPU, or to another GPU of its node and product."""
 
     claim: str
     device: Device
@@ -38,63 +66,99 @@ class Move(NamedTuple):
         return f"{self.claim}{profile} from gpu-{self.source.number} to gpu-{self.target.number}"
 
 
-def moves_that_help(
-    feasibility: Feasibility,
-    requirements: ClaimRequirements,
-    nodes: Sequence[str],
-    claim_of: Mapping[tuple[str, str], str],
-) -> tuple[Move, ...]:
+def moves_that_help(queue: Queue, requirements: ClaimRequirements, nodes: Sequence[str]) -> tuple[Move, ...]:
     """The fewest moves on one of ``nodes`` after which it satisfies ``requirements``; empty if none were found."""
-    devices = Counter(claim_of.values())
+    arrangements = {node: _Arrangements(queue, node) for node in nodes[:MAX_NODES]}
     for count in range(1, MAX_MOVED + 1):
-        for node in nodes[:MAX_NODES]:
-            gpus = feasibility.fleet.nodes[node]
-            movable = {
-                name: claim for (where, name), claim in claim_of.items() if where == node and devices[claim] == 1
-            }
-            for moves, after in islice(_moved(gpus, movable, count), MAX_TRIED):
-                if feasibility.fits_on(after, requirements):
+        for arrangement in arrangements.values():
+            for moves, after in islice(arrangement.moved(count), MAX_TRIED):
+                if queue.feasibility.fits_on(after, requirements):
                     return moves
     return ()
 
 
-def _moved(
-    gpus: Sequence[FleetGpu], movable: Mapping[str, str], count: int
-) -> Iterator[tuple[tuple[Move, ...], tuple[FleetGpu, ...]]]:
-    """Every choice of ``count`` devices of one GPU with places for them, and the GPUs after it.
+class _Arrangements:
+    """The GPUs of one node with some of their devices at other places."""
 
-    ``movable``: the claims of the devices that may be moved, by name.
-    """
-    for source in gpus:
-        held = [device for device in source.held if device.name in movable and device.profile is not None]
-        for chosen in combinations(held, count):
-            after = {entry.number: entry for entry in gpus}
-            after[source.number] = source.holding(device for device in source.held if device not in chosen)
-            for targets, arranged in _arranged(chosen, source, after):
-                moves = [
-                    Move(movable[device.name], device, source, target)
-                    for device, target in zip(chosen, targets, strict=True)
+    def __init__(self, queue: Queue, node: str) -> None:
+        self._matching, self._rules = queue.feasibility.matching, queue.cluster.taint_rules
+        self._gpus = {gpu.number: gpu for gpu in queue.feasibility.fleet.nodes[node]}
+        names: dict[str, list[str]] = {}
+        for (where, device), claim in queue.holders.items():
+            if where == node:
+                names.setdefault(claim, []).append(device)
+        self._of_claims = {claim: self._held(queue, claim, devices) for claim, devices in names.items()}
+        """The devices of each claim; none if what it requires is not known."""
+
+    def _held(self, queue: Queue, name: str, devices: Sequence[str]) -> list[HeldDevice]:
+        namespace, _, claim_name = name.partition("/")
+        claim = queue.cluster.claims.find(Key(namespace, claim_name))
+        read = () if claim is None else queue.reader.read(claim).requirements
+        if claim is None or isinstance(read, RefusedRequest) or len(claim.results) != len(devices):
+            return []  # devices of other drivers may be bound to these
+        request_of = {result.device: result.request for result in claim.results}
+        for requirements in read:
+            indices = {request.name: index for index, request in enumerate(requirements.requests)}
+            if indices.keys() >= set(request_of.values()):
+                return [
+                    HeldDevice(name, requirements, indices[request_of[device.name]], gpu, device)
+                    for gpu in self._gpus.values()
+                    for device in gpu.held
+                    if device.name in request_of
                 ]
-                yield tuple(moves), tuple(arranged[entry.number] for entry in gpus)
+        return []
 
+    def moved(self, count: int) -> Iterator[tuple[tuple[Move, ...], tuple[FleetGpu, ...]]]:
+        """Every choice of ``count`` devices of one GPU with places for them, and the GPUs after it."""
+        for source in self._gpus.values():
+            held = [item for items in self._of_claims.values() for item in items if item.gpu is source]
+            partitions = sorted((item for item in held if item.device.profile), key=lambda item: item.device.name)
+            for chosen in combinations(partitions, count):
+                names = {item.device.name for item in chosen}
+                after = {**self._gpus, source.number: source.holding(at for at in source.held if at.name not in names)}
+                for targets, arranged in self._arranged(chosen, after):
+                    if self._are_satisfied(chosen, targets):
+                        moves = [
+                            Move(item.claim, item.device, source, gpu)
+                            for item, (gpu, _) in zip(chosen, targets, strict=True)
+                        ]
+                        yield tuple(moves), tuple(arranged.values())
 
-def _arranged(
-    devices: Sequence[Device], source: FleetGpu, gpus: Mapping[int, FleetGpu]
-) -> Iterator[tuple[tuple[FleetGpu, ...], Mapping[int, FleetGpu]]]:
-    """Ways to place ``devices``, which ``source`` had: on the first other GPU with room, or elsewhere on their own."""
-    if not devices:
-        yield (), gpus
-        return
-    first, *others = devices
-    alike = (gpu for gpu in gpus.values() if gpu.gpu.product_name == source.gpu.product_name)
-    away = (gpu for gpu in alike if gpu.number != source.number)
-    elsewhere = next(((gpu, spot) for gpu in away for spot in gpu.state.spots(first.spot.kind)), None)
-    at_home = gpus[source.number]
-    places = [] if elsewhere is None else [elsewhere]
-    places += [(at_home, spot) for spot in at_home.state.spots(first.spot.kind) if spot != first.spot]
-    for target, spot in places:
-        device = target.device(spot)
-        held = target if device is None else target.holding((*target.held, device))
-        placed = {**gpus, target.number: held}
-        for targets, arranged in _arranged(others, source, placed):
-            yield (target, *targets), arranged
+    def _arranged(
+        self, items: Sequence[HeldDevice], gpus: Mapping[int, FleetGpu]
+    ) -> Iterator[tuple[tuple[tuple[FleetGpu, Spot], ...], Mapping[int, FleetGpu]]]:
+        """Ways to place ``items``: on the first other GPU with room for each, or elsewhere on its own."""
+        if not items:
+            yield (), gpus
+            return
+        first, *others = items
+        away, at_home = list[tuple[FleetGpu, Spot]](), list[tuple[FleetGpu, Spot]]()
+        for gpu in gpus.values():
+            is_home = gpu.number == first.gpu.number
+            if gpu.gpu.product_name == first.gpu.gpu.product_name and (is_home or not away):
+                free = (at for at in gpu.state.spots(first.device.spot.kind) if at != first.device.spot or not is_home)
+                places = [(gpu, at) for at in free if first.may_be_on(gpu, at, self._rules, self._matching.driver)]
+                at_home, away = (places, away) if is_home else (at_home, places[:1])
+        for gpu, spot in (*away, *at_home):
+            device = gpu.device(spot)
+            held = gpu if device is None else gpu.holding((*gpu.held, device))
+            for targets, arranged in self._arranged(others, {**gpus, gpu.number: held}):
+                yield ((gpu, spot), *targets), arranged
+
+    def _are_satisfied(self, items: Sequence[HeldDevice], targets: Sequence[tuple[FleetGpu, Spot]]) -> bool:
+        """Whether the constraints of the claims of ``items`` hold when these are at ``targets``."""
+        moved = {(item.claim, item.device.name): target for item, target in zip(items, targets, strict=True)}
+        for claim in {item.claim for item in items}:
+            devices = self._of_claims[claim]
+            for constraint in devices[0].requirements.constraints:
+                values = [
+                    self._matching.value(
+                        *moved.get((claim, item.device.name), (item.gpu, item.device.spot)), constraint.attribute
+                    )
+                    for item in devices
+                    if item.index in constraint.requests
+                ]
+                different = len(set(values))
+                if None in values or (different != len(values) if constraint.distinct else different > 1):
+                    return False
+        return True

@@ -7,9 +7,8 @@ pool incomplete, waits for something else, or does not run. What it reports itse
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.situation import Situation
 from controller.explain.sources.availability import listed, untolerated
 from controller.explain.sources.causes_in_pods_and_claims import MAX_LOOKUPS, MAX_LOOKUPS_ONCE, LookedUp
+from controller.explain.sources.other_drivers import OtherDrivers
 from controller.explain.sources.scheduler_reports import (
     SchedulerActivity,
     age_of,
@@ -34,8 +34,7 @@ from controller.explain.sources.scheduler_reports import (
 )
 from controller.explain.sources.selector_sentences import failing
 from driver.clock import Clock, seconds_time
-from driver.kube.typed_reads import ANY_NODE
-from driver.kube.types import Condition, ExactDeviceRequest, Pod
+from driver.kube.types import Condition, Pod
 from driver.model.device import Device
 from driver.model.offer import Offer, Spot
 
@@ -51,9 +50,6 @@ PUBLISHED_STEPS = 300
 
 PUBLISHING_SECONDS = 2.0
 """Time that nodes have to publish what is offered."""
-
-DRIVER = re.compile(r"device\.driver\s*==\s*[\"']([^\"']+)[\"']")
-"""The name of the driver in a selector."""
 
 
 class Since(NamedTuple):
@@ -102,7 +98,7 @@ class Sightings:
         self._devices: dict[PoolDevice, Since] = {}
         self._late: dict[Offer, Since] = {}
         self.looked_up = LookedUp(clock, MAX_LOOKUPS if watching else MAX_LOOKUPS_ONCE)
-        """The devices that other drivers publish."""
+        """The slices of other drivers."""
 
     def update(self, situation: Situation) -> None:
         """Note what is there now, and forget what is not."""
@@ -164,6 +160,7 @@ class ClaimsDespiteOffers:
         self._activity = activity
         self._sightings = sightings
         self._overdue_seconds = overdue_seconds
+        self._other_drivers = OtherDrivers(self._queue, situation.lookups, sightings.looked_up)
         self._fitting: Fitting = cache(self._find_fitting)
 
     def reason(self, pending: PendingClaim) -> ClaimReason | None:
@@ -223,8 +220,8 @@ class ClaimsDespiteOffers:
         names = [device.name.device for device in devices]
         offered = "offered" if self._situation.is_fence_known else "published"
         sentence = (
-            f"{listed(names)} of node {devices[0].gpu.node} would do and {'are' if len(names) > 1 else 'is'} {offered}"
-            f"{self._sightings.offered_since(devices).text}, but nothing is allocated: {text}"
+            f"{text}; {listed(names)} of node {devices[0].gpu.node} would do and {'are' if len(names) > 1 else 'is'} "
+            f"{offered}{self._sightings.offered_since(devices).text}"
         )
         return ClaimReason(pending, code, sentence, permanent=True)
 
@@ -246,13 +243,13 @@ class ClaimsDespiteOffers:
             return (ReasonCode.UNUSED, no_report(pod)) if is_due else None
         if names_obstacle(condition):
             return ReasonCode.UNUSED, reported(pod, condition) + failing(_failure(queue, pending, condition))
-        if condition.lacks_devices and (others := self._needs_of_other_drivers(pending, pod, node)):
-            text = f"the pod also needs devices of another driver, {'; '.join(others)} ({reported(pod, condition)})"
-            return ReasonCode.UNUSED, text
+        offered = [(device.gpu, device.device.spot) for device in self._by_node[node]]
+        if condition.lacks_devices and (others := self._other_drivers.needs(pending, pod, node, offered)):
+            return ReasonCode.UNUSED, f"devices of another driver are missing: {'; '.join(others)}"
         if not self._is_overdue(pending, devices):
             return None
         gates = f"; {GATES}" if condition.lacks_devices else ""
-        return ReasonCode.UNUSED, reported(pod, condition).rstrip(". ") + gates
+        return ReasonCode.UNUSED, reported(pod, condition) + gates
 
     def _is_overdue(self, pending: PendingClaim, devices: Sequence[OfferedDevice]) -> bool:
         """Whether the claim has been pending, and all of ``devices`` offered, for longer than scheduling takes."""
@@ -288,55 +285,6 @@ class ClaimsDespiteOffers:
             f"(allocationMode ExactCount); {reported(pod, report)}"
         )
         return ClaimReason(pending, ReasonCode.UNUSED, sentence, permanent=True)
-
-    def _needs_of_other_drivers(self, pending: PendingClaim, pod: Pod, node: str) -> list[str]:
-        """The requests of the pod's claims that are for no device of ours, and what ``node`` has for each."""
-        texts = []
-        for claim in self._queue.of_pod(pod):
-            ours = {request.name for request in self._queue.requests(claim)}
-            for request in claim.claim.spec.devices.requests:
-                alternatives = request.alternatives
-                if any(request.name_of(alternative) in ours for alternative in alternatives):
-                    continue
-                if any(alternative.admin_access for alternative in alternatives):
-                    continue
-                attributes = [
-                    constraint.match_attribute
-                    for constraint in claim.claim.spec.devices.constraints
-                    if constraint.match_attribute and (not constraint.requests or request.name in constraint.requests)
-                ]
-                same = f" and the same {listed(attributes)} as the GPU" if attributes and ours else ""
-                of_claim = "" if claim is pending else f" of claim {claim.claim.metadata.name}"
-                name = f"request {request.name}{of_claim} (class {alternatives[0].device_class_name})"
-                texts.append(f"{name}: {self._has_for(alternatives[0], node, same)}")
-        return texts
-
-    def _has_for(self, request: ExactDeviceRequest, node: str, same: str) -> str:
-        """What ``node`` has for a request of another driver, and why the scheduler does not take it."""
-        queue = self._queue
-        classes = (
-            item.spec.selectors for item in queue.cluster.classes if item.metadata.name == request.device_class_name
-        )
-        selectors = chain.from_iterable((*classes, request.selectors))
-        drivers = (DRIVER.search(selector.cel.expression) for selector in selectors if selector.cel)
-        driver = next((match[1] for match in drivers if match), "")
-        look_up = partial(self._situation.lookups.devices_of, driver)
-        devices = self._sightings.looked_up.get(driver, look_up) if driver else None
-        if devices is None or ANY_NODE in devices:  # not known, or some of its devices are not bound to a node
-            return f"none that it selects{same} is free on node {node}"
-        there = devices.get(node)
-        if not there:
-            have = "has" if len(devices) == 1 else "have"
-            others = f"only {listed(sorted(devices))} {have} one" if devices else "nor has any other"
-            return f"node {node} has no device of {driver}, {others}"
-        users = queue.cluster.claims.users_of(driver)
-        holders = sorted({users[device] for device in there if device in users})
-        by = f"{len(holders)} {'claim' if len(holders) == 1 else 'claims'}: {listed(holders)}"
-        if all(device in users for device in there):
-            all_of_them = "the only device" if len(there) == 1 else f"each of the {len(there)} devices"
-            return f"{all_of_them} of {driver} on node {node} is held, by {by}"
-        rest = f"; the others are held by {by}" if holders else ""
-        return f"none of the free devices of {driver} on node {node} has what it selects{same}{rest}"
 
 
 def _failure(queue: Queue, pending: PendingClaim, report: Condition) -> SelectorFailure | None:

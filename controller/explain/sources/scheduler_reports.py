@@ -56,7 +56,7 @@ def reported(pod: Pod, report: Condition) -> str:
     lacking = dict.fromkeys(INSUFFICIENT.findall(report.message))
     amounts = [f"{name} {' + '.join(map(str, parts))}" for name in lacking if (parts := requested(pod.spec, name))]
     requests = f" (the pod requests {', '.join(amounts)})" if amounts else ""
-    return f"{REPORTS} on pod {pod.metadata.name}: {refusal(report.message)}{requests}"
+    return f"{REPORTS} on pod {pod.metadata.name}: {refusal(report.message).rstrip('. ')}{requests}"
 
 
 def refusal(message: str) -> str:

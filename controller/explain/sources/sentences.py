@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 
 from controller.cluster.fleet import FleetGpu
 from controller.demand.feasibility import Feasibility, Nodes
@@ -25,7 +26,7 @@ from controller.explain.sources.availability import (
 from controller.explain.sources.moves import MAX_NODES, Move
 from controller.explain.sources.selector_sentences import failing
 from deviceclasses.lint.selectors.attribute_catalogue import why_without
-from driver.kube.types import MAX_DEVICES
+from driver.kube.types import MAX_DEVICES, Request
 from driver.model.gpu import MigMode
 
 OF_OBSTACLE = {
@@ -38,6 +39,9 @@ OF_OBSTACLE = {
     Obstacle.DEDICATED: (ReasonCode.DEDICATED, "a label or a setting keeps {} for other uses"),
     Obstacle.FOREIGN: (ReasonCode.FOREIGN, "partitions that Tessera did not make take the place on {}"),
 }
+
+MAX_OF_ALTERNATIVE = 160
+"""Characters of the reason of an alternative that is not reported first."""
 
 OF_NODES = {Obstacle.EXCLUDED, Obstacle.CLOSED}
 """Obstacles that concern all GPUs of a node."""
@@ -241,3 +245,30 @@ def without_value(feasibility: Feasibility, requirements: ClaimRequirements, nod
         why = why_without(attribute, types, feasibility.matching.driver)
         texts.append(f"{whose} has a value of {attribute}{f' ({why})' if why else ''}")
     return f": {'; '.join(texts)}" if texts else ""
+
+
+def of_alternatives(best: Reason, reasons: Sequence[Reason], requests: Iterable[Request]) -> Reason:
+    """``best`` of the ``reasons`` of a claim's alternatives, with the others."""
+    names = [
+        request.name_of(alternative)
+        for request in requests
+        for alternative in request.alternatives
+        if len(request.alternatives) > 1
+    ]
+    codes = {reason.code for reason in reasons} - {best.code}
+    also = f"; the others: {', '.join(sorted(codes))}" if codes else "; the others"
+    if len(names) == len(reasons):  # only one request has alternatives
+        texts = [
+            _short(name, reason.sentence) for name, reason in zip(names, reasons, strict=True) if reason is not best
+        ]
+        also += f": {'; '.join(texts[:SHOWN])}"
+    is_only = not best.permanent and sum(not reason.permanent for reason in reasons) == 1
+    which = "the only one that can become free" if is_only else "one"
+    return replace(best, sentence=f"{best.sentence} ({which} of the alternatives {listed(names, 8)}{also})")
+
+
+def _short(name: str, sentence: str) -> str:
+    """The beginning of the reason of the alternative ``name``."""
+    sentence = sentence.removeprefix("request ")
+    sentence = sentence if sentence.startswith(name) else f"{name}: {sentence}"
+    return sentence if len(sentence) <= MAX_OF_ALTERNATIVE else f"{sentence[:MAX_OF_ALTERNATIVE]}..."

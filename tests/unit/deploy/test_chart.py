@@ -463,9 +463,9 @@ class TestTheRights:
                 before = next(line for line in reversed(lines[:rule]) if re.match(r"  #|rules:|  - apiGroups", line))
                 assert before != "rules:", lines[rule:]
 
-    def test_to_read_and_evict_pods_are_granted_only_to_a_controller_that_does(self) -> None:
+    def test_to_evict_pods_is_granted_only_to_a_controller_that_does(self) -> None:
         values = {"controller": {"evictConflicting": False, "evictFailedStartsAfter": 0}}
-        used = {("resource.k8s.io/resourceclaims", "get"), ("pods", "get"), ("pods/eviction", "create")}
+        used = {("pods/eviction", "create")}
         looks = {("batch/jobs", "get"), ("policy/poddisruptionbudgets", "list")}
         gone = self.granted() - self.granted(values)
         assert {(what, verbs) for _, _, what, _, verbs in gone} == used | looks

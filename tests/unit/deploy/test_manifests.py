@@ -171,11 +171,31 @@ INSTALLING = [
     for command in re.findall(r"^helm install (?:.*\\\n)*.*$", block, re.MULTILINE)
 ]
 
+CODE_BLOCK = re.compile(r"```.*?```", re.DOTALL)
+LINK = re.compile(r"\]\((?!http)([^)#\s]*)#?([^)\s]*)\)")
+
+
+def sections(page: str) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", CODE_BLOCK.sub("", page), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
 
 class TestTheDocs:
     @pytest.mark.parametrize(("page", "block", "command"), INSTALLING, ids=[page for page, _, _ in INSTALLING])
     def test_install_with_an_image_that_nodes_can_get(self, page: str, block: str, command: str) -> None:
         assert "--set image.repository=" in command or "kind load docker-image tessera:" in block, page
+
+    def test_link_to_pages_and_sections_that_exist(self) -> None:
+        for page, text in PAGES.items():
+            for target, section in LINK.findall(CODE_BLOCK.sub("", text)):
+                file = (PROJECT / ("" if page == "README.md" else "docs") / target).resolve() if target else PROJECT
+                assert file.exists(), f"{page}: {target}"
+                assert not section or section in sections(PAGES[file.name if target else page]), f"{page}: #{section}"
+
+    def test_are_all_listed_in_the_readme(self) -> None:
+        listed = {target.removeprefix("docs/") for target, _ in LINK.findall(PAGES["README.md"])}
+        assert PAGES.keys() - {"README.md"} <= listed
 
     def test_say_how_to_find_out_why_a_pod_waits(self) -> None:
         for text in (PAGES["README.md"], PAGES["workloads.md"], PAGES["controller.md"], notes()):

@@ -128,13 +128,13 @@ def test_a_rolling_update_that_waits_for_its_own_old_pods_is_told_the_way_out(ap
     ask(api, "wanted")
     api.folder(PODS)["wanted"]["metadata"] |= of_deployment("bbbb")
     answer = run(api, tmp_path, "pod/wanted").stdout
-    assert "2 of these are held by other pods of the same Deployment llm" in answer
-    assert "kubectl patch deployment -n team-a llm" in answer
+    assert "older pods of its own Deployment are among the holders" in answer
+    assert "set its strategy to maxSurge 0 and maxUnavailable 1" in answer
     hold_all(api, {"labels": {}, "ownerReferences": []}, spec={})
     assert "Deployment" not in run(api, tmp_path, "pod/wanted").stdout
 
 
-@pytest.mark.parametrize(("held_by", "said"), [(10, "all of these have a lower priority"), (100_000, "")])
+@pytest.mark.parametrize(("held_by", "said"), [(10, "pod team-a/old-0 has one and a lower priority"), (100_000, "")])
 def test_holders_of_lower_priority_are_named_with_what_kubernetes_does_not_do(
     api: ObjectApi, tmp_path: Path, held_by: int, said: str
 ) -> None:
@@ -143,8 +143,6 @@ def test_holders_of_lower_priority_are_named_with_what_kubernetes_does_not_do(
     answer = run(api, tmp_path, "pod/wanted").stdout
     assert ("does not preempt pods for devices" in answer) == bool(said)
     assert said in answer
-    [found] = json.loads(run(api, tmp_path, "pod/wanted", "-o", "json").stdout)
-    assert len(found["relations"]) == bool(said)
 
 
 def test_a_namespace_account_without_reports_is_told_what_it_may_not_read(api: ObjectApi, tmp_path: Path) -> None:

@@ -486,12 +486,21 @@ def test_a_mistake_in_a_class_is_looked_for_there(of_class: str, selector: str |
     assert said in reason(there.wants(request("mine", selector=selector))).sentence
 
 
-def test_of_several_alternatives_the_nearest_is_told() -> None:
+def test_of_several_alternatives_the_only_one_that_can_become_free_is_reported() -> None:
     alternatives = first_available(("dream", profile("1g.99gb")), ("whole", FULL))
     told(
         Situation(node_of("a", "full")).wants(alternatives),
         ReasonCode.HELD,
-        "of the alternatives gpu/dream, gpu/whole the nearest; the others: NothingMatches: gpu/dream: profile 1g.99gb",
+        "(the only one that can become free of the alternatives gpu/dream, gpu/whole; the others: NothingMatches: ",
+    )
+
+
+def test_none_of_several_alternatives_that_can_become_free_is_said_to_be_nearer() -> None:
+    alternatives = first_available(("small", profile("1g.10gb")), ("whole", FULL))
+    told(
+        Situation(node_of("a", "full")).wants(alternatives),
+        ReasonCode.HELD,
+        "(one of the alternatives gpu/small, gpu/whole; the others: gpu/whole needs a full GPU: none is free",
     )
 
 

@@ -1,0 +1,95 @@
+"""How the pods whose claims hold what a pending claim could have relate to its own pod."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from controller.cluster.cache import TEMPLATE_HASH
+from controller.demand.pending_claims import PendingClaim
+from controller.explain.reason import ClaimReason
+from controller.explain.situation import Lookups
+from controller.explain.sources.availability import holders_of
+from controller.explain.sources.causes_in_pods_and_claims import MAX_LOOKUPS_ONCE, LookedUp
+from controller.explain.sources.lacking_devices import Reasoning
+from driver.clock import Clock
+from driver.kube.types import Key, Pod
+
+MAX_HOLDERS = 5
+"""Holding claims whose pods are looked up for one pending claim."""
+
+MAX_POD_LOOKUPS = 2
+"""Pods looked up in one decision, each with its claim: offers are more urgent."""
+
+POD_INTERVAL_SECONDS = 60.0
+"""Time after which the pod of a claim is looked up again; a claim rarely changes hands."""
+
+
+class HoldingPod(NamedTuple):
+    """A claim that holds devices, by key, and the first of its pods."""
+
+    claim: str
+    pod: Pod
+
+    @property
+    def priority(self) -> tuple[int, str]:
+        return self.pod.spec.priority, self.claim
+
+
+class HoldingPods:
+    """Looks up the pods of claims that hold devices, a few at a time, and remembers them."""
+
+    def __init__(self, clock: Clock, *, watching: bool = True) -> None:
+        """``watching``: as for ``ReasonFinder``."""
+        self.looked_up = LookedUp(clock, MAX_POD_LOOKUPS if watching else MAX_LOOKUPS_ONCE, POD_INTERVAL_SECONDS)
+
+    def with_relations(self, reason: ClaimReason, reasoning: Reasoning, lookups: Lookups) -> ClaimReason:
+        """``reason`` and how the pods that hold the devices relate to the pending one, where that is known."""
+        pending = reason.pending
+        holders = self._holders(pending, reasoning.for_claim(pending), lookups)
+        return reason._replace(sentence="; ".join((reason.sentence, *relations(pending.pods[0], holders))))
+
+    def _holders(self, pending: PendingClaim, reasoning: Reasoning, lookups: Lookups) -> list[HoldingPod]:
+        queue = reasoning.queue
+        available = [reasoning.availability(request, pending) for request in queue.requests(pending)]
+        usable = (gpu.entry for availability in available for gpu in availability.selected.usable)
+        holders = []
+        for claim in holders_of(usable, queue.holders)[:MAX_HOLDERS]:
+            namespace, _, name = claim.partition("/")
+            pod = self.looked_up.get(claim, partial(lookups.pod_of, Key(namespace, name)))
+            if pod is not None:
+                holders.append(HoldingPod(claim, pod))
+        return holders
+
+
+def _replica_set(pod: Pod) -> tuple[str, str] | None:
+    """The Deployment whose ReplicaSet made ``pod``, and the hash of its pod template; None: none did."""
+    template_hash = pod.metadata.labels.get(TEMPLATE_HASH, "")
+    for owner in pod.metadata.owner_references:
+        if owner.kind == "ReplicaSet" and owner.controller and template_hash and owner.name.endswith(template_hash):
+            return owner.name.removesuffix(f"-{template_hash}"), template_hash
+    return None
+
+
+def _is_replaced_by(holder: Pod, waiting: Pod) -> bool:
+    """Whether both are pods of one Deployment, of different templates."""
+    old, new = _replica_set(holder), _replica_set(waiting)
+    same_namespace = holder.metadata.namespace == waiting.metadata.namespace
+    return same_namespace and old is not None and new is not None and old[0] == new[0] and old[1] != new[1]
+
+
+def relations(waiting: Pod, holders: Sequence[HoldingPod]) -> Iterator[str]:
+    """What ``waiting`` has to do with the pods of ``holders``, and what can be done about it."""
+    if any(_is_replaced_by(holder.pod, waiting) for holder in holders):
+        yield (
+            "older pods of its own Deployment are among the holders: set its strategy to maxSurge 0 and maxUnavailable "
+            "1, so that a rolling update ends an old pod first"
+        )
+    least = min(holders, key=lambda holder: holder.priority, default=None)
+    if least is not None and least.pod.spec.priority < waiting.spec.priority:
+        metadata = least.pod.metadata
+        yield (
+            f"pod {metadata.key} has one and a lower priority ({least.pod.spec.priority} < {waiting.spec.priority}), "
+            "but Kubernetes does not preempt pods for devices: delete it to make room"
+        )

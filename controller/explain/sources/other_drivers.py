@@ -1,0 +1,189 @@
+"""What a node has for a pod's requests for devices of other drivers, such as NICs, and why the scheduler takes none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import NamedTuple
+
+import msgspec
+
+from controller.cluster.fleet import FleetGpu
+from controller.demand.node_eligibility import BLOCKING
+from controller.demand.pending_claims import PendingClaim, Queue
+from controller.demand.selected_devices import Selector
+from controller.explain.situation import Lookups
+from controller.explain.sources.availability import listed, named_rule
+from controller.explain.sources.causes_in_pods_and_claims import LookedUp
+from deviceclasses.cel.engine import from_slice_device
+from driver.errors import CelError
+from driver.kube.slice_types import DetailedDevice, DetailedSlice, newest_generation
+from driver.kube.types import ExactDeviceRequest, Key, Pod, Request
+from driver.model.offer import Spot
+
+DRIVER = re.compile(r"device\.driver\s*==\s*[\"']([^\"']+)[\"']")
+"""The name of the driver in a selector."""
+
+MAX_EXAMINED = 256
+"""Devices of a node that are compared with a request."""
+
+
+class _Need(NamedTuple):
+    """A request for devices of ``driver``. ``attributes``: those that its devices share with those of ours."""
+
+    claim: PendingClaim
+    request: Request
+    alternative: ExactDeviceRequest
+    driver: str
+    attributes: tuple[str, ...]
+
+    @property
+    def key(self) -> Key:
+        return self.claim.claim.metadata.key
+
+
+@dataclass(frozen=True)
+class OtherDrivers:
+    """For one situation. ``looked_up``: the slices of other drivers, looked up again after a while."""
+
+    queue: Queue
+    lookups: Lookups
+    looked_up: LookedUp
+
+    def needs(self, pending: PendingClaim, pod: Pod, node: str, offered: Sequence[tuple[FleetGpu, Spot]]) -> list[str]:
+        """The requests of the pod's claims that are for no device of ours, and what ``node`` has for each.
+
+        ``offered``: our devices that are offered on the node.
+        """
+        return [
+            f"request {need.request.name}{'' if need.claim is pending else f' of claim {need.key.name}'} "
+            f"(class {need.alternative.device_class_name}): {self._has_for(need, node, offered)}"
+            for claim in self.queue.of_pod(pod)
+            for need in self._of_claim(claim)
+        ]
+
+    def _of_claim(self, claim: PendingClaim) -> list[_Need]:
+        ours = {request.name for request in self.queue.requests(claim)}
+        devices = claim.claim.spec.devices
+        needs = []
+        for request in devices.requests:
+            names = {request.name_of(alternative) for alternative in request.alternatives}
+            if ours & names or any(alternative.admin_access for alternative in request.alternatives):
+                continue
+            shared = [
+                constraint.match_attribute
+                for constraint in devices.constraints
+                if ours and constraint.match_attribute and request.name in (constraint.requests or (request.name,))
+            ]
+            alternative = request.alternatives[0]
+            needs.append(_Need(claim, request, alternative, self._driver_of(alternative), tuple(shared)))
+        return needs
+
+    def _driver_of(self, alternative: ExactDeviceRequest) -> str:
+        """The driver that the selectors name; empty if they name none."""
+        of_class = (
+            item.spec.selectors
+            for item in self.queue.cluster.classes
+            if item.metadata.name == alternative.device_class_name
+        )
+        selectors = chain.from_iterable((*of_class, alternative.selectors))
+        named = (DRIVER.search(selector.cel.expression) for selector in selectors if selector.cel)
+        return next((match[1] for match in named if match), "")
+
+    def _has_for(self, need: _Need, node: str, offered: Sequence[tuple[FleetGpu, Spot]]) -> str:
+        slices: Sequence[DetailedSlice] | None = None
+        if need.driver:
+            slices = self.looked_up.get(need.driver, partial(self.lookups.slices_of, need.driver))
+        if slices is None or any(not item.spec.node_name for item in slices):
+            # Not known, or some of its devices are not bound to a node.
+            same = f" and the same {listed(need.attributes)} as the GPU" if need.attributes else ""
+            return f"none that it selects{same} is free on node {node}"
+        newest = newest_generation(slices, lambda item: (item.spec.pool.name, item.spec.pool.generation))
+        pools = {pool: parts for pool, parts in newest.items() if parts[0].spec.node_name == node}
+        if not any(part.spec.devices for parts in pools.values() for part in parts):
+            others = sorted({item.spec.node_name for item in slices if item.spec.devices} - {node})
+            have = "has" if len(others) == 1 else "have"
+            elsewhere = f"only {listed(others)} {have} one" if others else "nor has any other"
+            return f"node {node} has no device of {need.driver}, {elsewhere}"
+        for pool, parts in pools.items():
+            if len(parts) != parts[0].spec.pool.resource_slice_count:
+                number = f"{len(parts)} of {parts[0].spec.pool.resource_slice_count} ResourceSlices"
+                return (
+                    f"the scheduler takes none of {need.driver} from node {node}, whose pool {pool} is incomplete "
+                    f"({number})"
+                )
+        devices = [(pool, device) for pool, parts in pools.items() for part in parts for device in part.spec.devices]
+        return self._states(need, node, devices, offered)
+
+    def _states(
+        self,
+        need: _Need,
+        node: str,
+        devices: Sequence[tuple[str, DetailedDevice]],
+        offered: Sequence[tuple[FleetGpu, Spot]],
+    ) -> str:
+        """How many of ``devices``, all that the driver has on the node, can not be taken, and why."""
+        reader, namespace = self.queue.reader, need.claim.claim.metadata.namespace
+        selector = reader.selector_of_any(need.alternative, namespace, need.driver)
+        users = self.queue.cluster.claims.users_of(need.driver)
+        states: dict[str, list[str]] = {}
+        usable = []
+        for pool, device in devices[:MAX_EXAMINED]:
+            state, holder = self._state(need, selector, pool, device), users.get((pool, device.name), "")
+            if state is None and (not holder or device.allow_multiple_allocations):
+                usable.append(device)
+            elif state is None:
+                states.setdefault("held", []).append(holder)
+            else:
+                states.setdefault(state, []).append("")
+        holders = sorted(set(states.get("held", [])))
+        by = f" by {'claim' if len(holders) == 1 else f'{len(holders)} claims:'} {listed(holders)}"
+        only = len(devices) == 1
+        parts = [
+            f"{'' if only else f'{len(group)} '}{'is' if len(group) == 1 else 'are'} {state}{by * (state == 'held')}"
+            for state, group in states.items()
+        ]
+        if usable:
+            parts.append(f"{'' if only else f'{len(usable)} '}{self._of_usable(need, usable, offered)}")
+        all_of_them = "the only device" if only else f"of the {len(devices)} devices"
+        return f"{all_of_them} of {need.driver} on node {node}{' ' if only else ', '}{', '.join(parts)}"
+
+    def _state(
+        self, need: _Need, selector: Selector | CelError | None, pool: str, device: DetailedDevice
+    ) -> str | None:
+        """Why the request can not have the device, held or not; None: it could."""
+        try:
+            seen = from_slice_device(need.driver, msgspec.to_builtins(device))
+        except CelError:  # an attribute of a kind that a later Kubernetes may have
+            return None
+        rejection = selector.rejection(seen) if isinstance(selector, Selector) else None
+        if rejection is not None:
+            return f"not selected by {rejection.expression}"
+        rules = self.queue.cluster.taint_rules
+        taints = [(taint, f"taint {taint.text}") for taint in device.taints]
+        taints += [
+            (rule.spec.taint, named_rule(rule)) for rule in rules if rule.selects(need.driver, pool, device.name)
+        ]
+        for taint, text in taints:
+            if taint.effect in BLOCKING and not taint.is_tolerated(need.alternative.tolerations):
+                return f"tainted ({text})"
+        return None
+
+    def _of_usable(
+        self, need: _Need, usable: Collection[DetailedDevice], offered: Sequence[tuple[FleetGpu, Spot]]
+    ) -> str:
+        """Why devices that are free and selected are not enough."""
+        is_free = "is free" if len(usable) == 1 else "are free"
+        if not need.alternative.takes_all and len(usable) < need.alternative.count:
+            return f"{is_free}, the request asks for {need.alternative.count}"
+        value_of = self.queue.feasibility.matching.value
+        for attribute in need.attributes:
+            ours = {value_of(gpu, spot, attribute) for gpu, spot in offered}
+            typed = [value for device in usable if (value := device.attribute(need.driver, attribute)) is not None]
+            values = {(type(value), value) for _, value in typed if not isinstance(value, list)}
+            if ours.isdisjoint(values):
+                return f"{is_free}, but {'has' if len(usable) == 1 else 'have'} not the same {attribute} as the GPU"
+        return f"{'seems' if len(usable) == 1 else 'seem'} to be free"
