@@ -95,14 +95,14 @@ def _how_to_use(cluster: Cluster) -> Iterator[str]:
     yield f"# cluster {cluster.name}, Kubernetes {cluster.release.kubernetes}, {cluster.server}"
     for node in cluster.nodes:
         yield f"# {node.name}  Ready  kubelet {node.kubelet_dir}  CDI {node.cdi_dir}"
-    yield "# To install device classes, policies and rights, without pods of Tessera (in the checkout):"
+    yield "# To install device classes, policies and rights, without pods (more: docs/local-cluster.md):"
     yield f"#   printf '{WITHOUT_PODS}' | make -s manifests VALUES=/dev/stdin | kubectl apply -f -"
     for node in cluster.nodes:
         yield f"# To run a node plugin with simulated GPUs on {node.name}, until it or the cluster is ended:"
         yield (
             f"#   {MARKER}={cluster.directory} .venv/bin/tessera node --node-name {node.name} "
             f"--kubeconfig {cluster.kubeconfig} --gpus sim:dgx-h100 --kubelet-dir {node.kubelet_dir} "
-            f"--cdi-dir {node.cdi_dir} --host-root {node.tessera_dir}"
+            f"--cdi-dir {node.cdi_dir} --host-root {cluster.directory}/gpus-{node.name}"
         )
 
 

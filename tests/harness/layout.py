@@ -66,7 +66,7 @@ class NodeLayout:
 
     @property
     def tessera(self) -> Path:
-        """Where this node's simulated GPUs may be; pods of a node in its usual places have them there."""
+        """Where pods of a node in its usual places have their simulated GPUs."""
         return self.root / "tessera"
 
     @property

@@ -32,7 +32,6 @@ class Node:
     """A node of the cluster that ``state`` describes; several objects for the same node are fine.
 
     kubelet_dir   the kubelet's root: a DRA plugin registers in ``kubelet_dir/plugins_registry``
-    tessera_dir   where simulated GPUs of this node may be
     cdi_dir       the only directory in which this node's containerd looks for CDI specs
     pod_logs_dir  the logs of its pods
     """
@@ -47,7 +46,6 @@ class Node:
         self.name = self._layout.name
         self.address = state.addresses.node(index)
         self.kubelet_dir = self._layout.kubelet
-        self.tessera_dir = self._layout.tessera
         self.cdi_dir = self._layout.cdi
         self.pod_logs_dir = self._layout.pod_logs
         self.containerd_socket = self._layout.socket
