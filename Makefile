@@ -6,7 +6,7 @@
 CACHE ?= $(HOME)/.cache/tessera
 UV ?= $(shell command -v uv || echo $(CACHE)/uv/bin/uv)
 PYTHON ?= python3
-NAME ?= tessera
+CLUSTER_NAME = $(if $(NAME),--name $(NAME))
 VENV := .venv
 RUN := $(VENV)/bin
 export UV_PYTHON_DOWNLOADS := never
@@ -32,20 +32,20 @@ help: ## show this list
 	@echo
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-21s %s\n", $$1, $$2}' Makefile
 
-demo: env ## demonstrate the main use on a real local cluster, step by step (KEEP=1 leaves it running; KUBE=1.35.4: other version)
-	@$(RUN)/python -m tests.demo $(if $(KEEP),--keep)
+demo: env ## demonstrate the main use on a real local cluster, step by step (KEEP=1 leaves it running; NAME=mine: a second one on the machine; KUBE=1.35.4: other version)
+	@$(RUN)/python -m tests.demo $(CLUSTER_NAME) $(if $(KEEP),--keep)
 
-demo-usage: env ## measure what 30 pods use of 10 GPUs, and draw it (KEEP=, KUBE= as above, SVG=FILE)
-	@$(RUN)/python -m tests.demo.usage $(if $(KEEP),--keep) $(if $(SVG),--svg $(SVG))
+demo-usage: env ## measure what 30 pods use of 10 GPUs, and draw it (KEEP=, NAME=, KUBE= as above, SVG=demo-usage.svg)
+	@$(RUN)/python -m tests.demo.usage $(CLUSTER_NAME) $(if $(KEEP),--keep) $(if $(SVG),--svg $(SVG))
 
-demo-54: env ## place 54 workloads on 10 GPUs and draw the result (KEEP=, KUBE= as above, SVG=FILE)
-	@$(RUN)/python -m tests.demo.fifty_four $(if $(KEEP),--keep) $(if $(SVG),--svg $(SVG))
+demo-54: env ## place 54 workloads on 10 GPUs and draw the result (KEEP=, NAME=, KUBE= as above, SVG=FILE)
+	@$(RUN)/python -m tests.demo.fifty_four $(CLUSTER_NAME) $(if $(KEEP),--keep) $(if $(SVG),--svg $(SVG))
 
-demo-curation: binaries ## place the same 40 claims with and without the controller and draw both results (KUBE=)
-	@$(RUN)/python -m tests.demo.curation
+demo-curation: binaries ## place the same 40 claims with and without the controller and draw both results (NAME=, KUBE=)
+	@$(RUN)/python -m tests.demo.curation $(CLUSTER_NAME)
 
-demo-helm: env ## run the chart and the image in pods on a real two-node cluster (KEEP=, KUBE= as above)
-	@$(RUN)/python -m tests.demo.helm $(if $(KEEP),--keep)
+demo-helm: env ## run the chart and the image in pods on a real two-node cluster (KEEP=, NAME=, KUBE= as above)
+	@$(RUN)/python -m tests.demo.helm $(CLUSTER_NAME) $(if $(KEEP),--keep)
 
 image: ## build the container image as an OCI archive in the cache, without a Docker engine (root, Debian 12)
 	@$(MAKE) -s env >&2
@@ -148,11 +148,11 @@ conformance-reasons: binaries ## check on the real scheduler what is said of pen
 conformance-upstream: binaries ## try Tessera with the scheduler as kubernetes#140806 would make it, and as it is (8 minutes, root)
 	@$(RUN)/python -m tests.conformance.upstream
 
-cluster-up: env ## start a local cluster and leave it running; print KUBECONFIG and its nodes (NAME=..., KUBE=...)
-	@$(RUN)/python -m tests.harness up --name $(NAME)
+cluster-up: env ## start a local cluster and leave it running; print KUBECONFIG and how to start a node plugin on each node (NAME=tessera and NODES=1 by default, NODES up to 200, KUBE=)
+	@$(RUN)/python -m tests.harness up $(CLUSTER_NAME) $(if $(NODES),--nodes $(NODES))
 
-cluster-down: env ## stop a local cluster (NAME=... as above); list the clusters if NAME does not exist
-	@$(RUN)/python -m tests.harness down --name $(NAME)
+cluster-down: env ## stop a local cluster (NAME= as above, or that of a demo); list the clusters if NAME does not exist
+	@$(RUN)/python -m tests.harness down $(CLUSTER_NAME)
 
 VALUES ?=
 manifests: ## print the objects of the Helm chart as YAML for kubectl apply (VALUES=FILE)
@@ -191,5 +191,5 @@ protocol: env ## generate the kubelet's gRPC messages from the .proto files
 		--pyi_out=$(PROTOCOL)/generated $(wildcard $(PROTOCOL)/*.proto)
 
 clean: ## remove generated files from the checkout
-	rm -rf $(VENV) $(AUDIT) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist bench-results.json placement-results.json refresh-results.json fleet-results.json scale-results.json versions-results.json
+	rm -rf $(VENV) $(AUDIT) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist demo-usage.svg bench-results.json placement-results.json refresh-results.json fleet-results.json scale-results.json versions-results.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

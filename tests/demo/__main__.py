@@ -16,8 +16,8 @@ from tests.support.plugin import PluginFlags, PluginProcess
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@options
-def main(keep: bool, binaries: Path | None) -> None:
+@options("demo")
+def main(name: str, keep: bool, binaries: Path | None) -> None:
     """Show the main job on a real Kubernetes cluster on this machine, without a GPU.
 
     The first run builds Kubernetes from its Go modules (about 15 minutes on 2 cores) and shows meanwhile
@@ -27,8 +27,9 @@ def main(keep: bool, binaries: Path | None) -> None:
     Examples:
       make demo
       make demo KEEP=1
+      make demo NAME=mine      a second one on the machine at the same time
     """
-    perform(Play("demo", 1, story.without_cluster, _on), keep, binaries)
+    perform(Play(name, 1, story.without_cluster, _on), keep, binaries)
 
 
 def _on(screen: Screen, cluster: Cluster, keep: bool) -> None:

@@ -21,6 +21,7 @@ from tests.bench.placement.fleet import FleetNode, Mode, RunningFleet, running_f
 from tests.bench.placement.replay import claim, pod
 from tests.bench.placement.trace import FULL_NODE, PROFILES, Request
 from tests.demo.screen import Screen
+from tests.demo.stage import name_option
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import DeadlineError, wait_for
 from tests.support.chart import install
@@ -70,7 +71,8 @@ def side_by_side(left: Sequence[str], right: Sequence[str]) -> str:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-def main() -> None:
+@name_option("demo-curation")
+def main(name: str) -> None:
     """Give the same 40 claims devices twice, with and without the controller, then ask for a whole node of 8 GPUs.
 
     Exit code 1 if the whole node is not given with the controller, or is given without it.
@@ -79,8 +81,8 @@ def main() -> None:
     screen = Screen()
     try:
         screen.act(f"40 claims for partitions, {NODES} nodes of 8 H100, and then one claim for 8 GPUs of one node")
-        without = _play(screen, Mode.BEST_FIRST, "without the controller: every node offers whatever fits")
-        curated = _play(screen, Mode.CURATED, "with it: offered is what leaves most to others")
+        without = _play(screen, name, Mode.BEST_FIRST, "without the controller: every node offers whatever fits")
+        curated = _play(screen, name, Mode.CURATED, "with it: offered is what leaves most to others")
     except TesseraError as error:
         click.secho(f"demo-curation: {error}", fg="red", err=True)
         sys.exit(error.exit_code if isinstance(error, FatalError) else 1)
@@ -89,9 +91,9 @@ def main() -> None:
     sys.exit(0 if without.refusal and not curated.refusal else 1)
 
 
-def _play(screen: Screen, mode: Mode, what: str) -> Side:
+def _play(screen: Screen, name: str, mode: Mode, what: str) -> Side:
     screen.act(what[0].upper() + what[1:])
-    with control_plane(f"demo-{mode.name.lower().replace('_', '-')}") as cluster:
+    with control_plane(name) as cluster:
         install(cluster)
         with running_fleet(cluster, NODES, mode) as fleet, _controller(screen, cluster, fleet, mode):
             with screen.step("40 pods with a claim each, one after the other"):

@@ -20,7 +20,6 @@ from tests.harness.progress import Progress
 from tests.support.chart import install
 from tests.support.plugin import PluginProcess
 
-NAME = "demo-54"
 RUN_USUALLY_S = 30.0
 GO_USUALLY_S = 15.0
 
@@ -32,11 +31,11 @@ PROMISE = {
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@options
+@options("demo-54")
 @click.option(
     "--svg", "image", type=click.Path(path_type=Path), help="Write the picture of the GPUs to this file, too."
 )
-def main(keep: bool, binaries: Path | None, image: Path | None) -> None:
+def main(name: str, keep: bool, binaries: Path | None, image: Path | None) -> None:
     """Run 54 workloads on 10 simulated A100 of a real two-node Kubernetes cluster on this machine.
 
     Four train on a full GPU each, twenty serve models on MIG partitions, thirty notebooks share three GPUs. What every
@@ -48,7 +47,7 @@ def main(keep: bool, binaries: Path | None, image: Path | None) -> None:
       make demo-54 KEEP=1
       make demo-54 SVG=demo-54.svg
     """
-    perform(Play(NAME, len(nodes.PLANS), _opening, partial(_on, image)), keep, binaries)
+    perform(Play(name, len(nodes.PLANS), _opening, partial(_on, image)), keep, binaries)
 
 
 def _opening(screen: Screen) -> None:

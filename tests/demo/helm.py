@@ -16,15 +16,14 @@ from tests.image.build import Built, ensure_image, summary
 from tests.support.in_pods import CACHE, HERE, IMAGE, READY_S, Release
 from tests.support.workloads import PROJECT, RUNNING_S, Workloads
 
-NAME = "demo-helm"
 GPUS = "sim:h100-pcie-4"
 PODS = ("training", "inference", "inference-large")
 EXAMPLES = PROJECT / "deploy" / "examples"
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@options
-def main(keep: bool, binaries: Path | None) -> None:
+@options("demo-helm")
+def main(name: str, keep: bool, binaries: Path | None) -> None:
     """Build Tessera's image, install its chart into a real two-node Kubernetes cluster on this machine, and use it.
 
     Node plugins and controllers run in pods of that cluster; only the GPUs are simulated. Later runs take about a
@@ -35,7 +34,7 @@ def main(keep: bool, binaries: Path | None) -> None:
       make demo-helm
       make demo-helm KEEP=1
     """
-    perform(Play(NAME, 2, _opening, _on, usual_places=True), keep, binaries)
+    perform(Play(name, 2, _opening, _on, usual_places=True), keep, binaries)
 
 
 def _opening(screen: Screen) -> None:
@@ -82,7 +81,11 @@ def _install(screen: Screen, release: Release) -> None:
     screen.act("Installed by helm")
     with screen.step("import the image on both nodes"):
         release.import_image(_image(screen))
-    screen.command(f"helm install tessera deploy/tessera -n {HERE} --create-namespace --set gpus={GPUS} ...")
+    screen.say(
+        "Helm's own code installs the chart, from the Python package helm-python: this machine gets no program helm. "
+        "With one (https://helm.sh/docs/intro/install/) it would be:"
+    )
+    screen.show(release.helm_command())
     with screen.step("create everything, start the pods, register with the kubelets, publish the GPUs"):
         release.install()
     screen.command(f"kubectl -n {HERE} get pods -o wide")

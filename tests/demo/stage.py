@@ -15,6 +15,7 @@ from driver.errors import FatalError, TesseraError
 from tests.demo.screen import Screen
 from tests.harness import preflight
 from tests.harness.binaries import cached, ensure_binaries
+from tests.harness.claim import require_unused
 from tests.harness.cluster import Cluster
 from tests.harness.layout import BASE
 from tests.harness.progress import Progress
@@ -27,6 +28,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Play:
     """One demo. ``opening`` needs no cluster; ``story`` gets a running one and whether it is kept afterwards.
 
+    ``name`` is that of the cluster.
+
     ``usual_places``: Tessera runs in pods, which look for the kubelet where every DaemonSet does.
     """
 
@@ -37,14 +40,26 @@ class Play:
     usual_places: bool = False
 
 
-def options(command: F) -> F:
-    """--keep and --binaries."""
-    for option in (
-        click.option("--binaries", type=click.Path(path_type=Path), envvar=["TESSERA_BINARIES", "KUBEBUILDER_ASSETS"]),
-        click.option("--keep", is_flag=True, help="Leave the cluster and the plugins running."),
-    ):
-        command = option(command)
-    return command
+def name_option(default: str) -> Callable[[F], F]:
+    """--name: demos whose clusters have different names run side by side on one machine."""
+    return click.option("--name", default=default, show_default=True, help="The cluster's name.")
+
+
+def options(name: str) -> Callable[[F], F]:
+    """--name, with this default, --keep and --binaries."""
+
+    def decorate(command: F) -> F:
+        for option in (
+            click.option(
+                "--binaries", type=click.Path(path_type=Path), envvar=["TESSERA_BINARIES", "KUBEBUILDER_ASSETS"]
+            ),
+            click.option("--keep", is_flag=True, help="Leave the cluster and the plugins running."),
+            name_option(name),
+        ):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 def perform(play: Play, keep: bool, binaries: Path | None) -> None:
@@ -82,10 +97,11 @@ def try_next(screen: Screen, cluster: Cluster, commands: str, example: str = "in
 
 
 def _tell(play: Play, screen: Screen, settings: Settings) -> None:
-    play.opening(screen)
-    screen.act("A real Kubernetes cluster on this machine")
     progress = Progress()
     preflight.prepare(settings, progress)
+    require_unused(settings)
+    play.opening(screen)
+    screen.act("A real Kubernetes cluster on this machine")
     if settings.binaries is None and not cached(settings.release, settings.cache).is_dir():
         screen.say("The first run builds Kubernetes from its Go modules; later runs start in seconds.")
     ensure_binaries(settings.release, progress, settings.binaries, settings.cache)

@@ -32,7 +32,8 @@ from tests.support.metrics import families, port_in
 from tests.support.plugin import TESSERA, PluginFlags, PluginProcess
 from tests.support.workloads import request
 
-NAME = "demo-usage"
+PICTURE = "demo-usage.svg"
+"""In the folder in which the demo is started: the cluster's own ends with the demo."""
 INTERVAL_S = 2
 RUNNING_S = 300.0
 MEASURED_S = 60.0
@@ -63,9 +64,11 @@ TEAMS = (
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@options
-@click.option("--svg", "image", type=click.Path(path_type=Path), help="Write the picture to this file.")
-def main(keep: bool, binaries: Path | None, image: Path | None) -> None:
+@options("demo-usage")
+@click.option(
+    "--svg", "image", type=click.Path(path_type=Path), default=PICTURE, help=f"The picture.  [default: {PICTURE}]"
+)
+def main(name: str, keep: bool, binaries: Path | None, image: Path) -> None:
     """Run 30 pods on 10 simulated H100 of a real two-node Kubernetes cluster, and measure what they use.
 
     Shows allocated against used slices by namespace and by GPU, which classes would have been large enough for a day
@@ -77,7 +80,7 @@ def main(keep: bool, binaries: Path | None, image: Path | None) -> None:
       make demo-usage
       make demo-usage SVG=usage.svg
     """
-    perform(Play(NAME, 2, _opening, partial(_on, image)), keep, binaries)
+    perform(Play(name, 2, _opening, partial(_on, image)), keep, binaries)
 
 
 def _opening(screen: Screen) -> None:
@@ -86,7 +89,7 @@ def _opening(screen: Screen) -> None:
         screen.say(f"{team.namespace}: {team.pods} pods of class {team.device_class}")
 
 
-def _on(image: Path | None, screen: Screen, cluster: Cluster, _keep: bool) -> None:
+def _on(image: Path, screen: Screen, cluster: Cluster, _keep: bool) -> None:
     with screen.step("install the Helm chart with nodePlugin.usageInterval"):
         install(cluster, {"nodePlugin": {"usageInterval": f"{INTERVAL_S}s"}})
     plugins = list(_plugins(cluster))
@@ -107,11 +110,13 @@ def _on(image: Path | None, screen: Screen, cluster: Cluster, _keep: bool) -> No
     _advise(screen, cluster, plugins)
     screen.act("A partition is full")
     _fail(screen, cluster, plugins)
+    _draw(screen, image, plugins)
+
+
+def _draw(screen: Screen, image: Path, plugins: Sequence[PluginProcess]) -> None:
     screen.act("Allocated against used, by GPU")
-    picture = usage_svg(sorted(_used(plugins)))
-    path = image or cluster.directory / "usage.svg"
-    path.write_text(picture)
-    screen.say(f"The picture is in {path}.")
+    image.write_text(usage_svg(sorted(_used(plugins))))
+    screen.say(f"The picture is in {image}.")
 
 
 def _plugins(cluster: Cluster) -> Iterator[PluginProcess]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -11,16 +12,18 @@ import click
 
 from driver.errors import FatalError, TesseraError
 from tests.harness import cleanup, preflight
+from tests.harness.addresses import MAX_NODES
 from tests.harness.binaries import ensure_binaries
 from tests.harness.cluster import Cluster
 from tests.harness.layout import BASE
-from tests.harness.processes import ProcessTable
+from tests.harness.processes import MARKER, ProcessTable
 from tests.harness.progress import Progress
 from tests.harness.settings import Settings, check_name
 from tests.harness.state import cluster_directories, read_state
 from tests.harness.versions import REFERENCE, default_release, release
 
 DEFAULT_CACHE = Path.home() / ".cache" / "tessera"
+WITHOUT_PODS = r"nodePlugin: {enabled: false}\ncontroller: {enabled: false}\n"
 
 _name = click.option("--name", default="tessera", show_default=True, help="The cluster's name.")
 _cache = click.option(
@@ -61,27 +64,46 @@ def main() -> None:
 
 @main.command()
 @_name
-@click.option("--nodes", default=1, show_default=True, help="Real nodes, each with a containerd and a kubelet.")
+@click.option(
+    "--nodes",
+    default=1,
+    show_default=True,
+    help=f"Real nodes, each with a containerd and a kubelet; at most {MAX_NODES}.",
+)
 @_kubernetes
 @_binaries
 @_cache
 def up(name: str, nodes: int, kubernetes: str, binaries: Path | None, cache: Path) -> None:
     """Start a cluster that stays until it is ended with "down".
 
-    Prints shell commands that select it and, as comments, its nodes. The first time on a machine it builds
-    Kubernetes, which takes about 15 minutes on 2 cores.
+    Prints shell commands that select it and, as comments, its nodes and how to run a node plugin on each. The first
+    time on a machine it builds Kubernetes, which takes about 15 minutes on 2 cores.
     """
     signal.signal(signal.SIGTERM, _interrupt)
     settings = Settings(
         name=name, nodes=nodes, release=release(kubernetes), binaries=binaries, cache=cache, ephemeral=False
     )
     cluster = Cluster.start(settings, Progress())
-    click.echo(f"export KUBECONFIG={cluster.kubeconfig}")
-    click.echo(f"export PATH={cluster.binaries}:$PATH")
-    click.echo(f"# cluster {name}, Kubernetes {cluster.release.kubernetes}, {cluster.server}")
-    for node in cluster.nodes:
-        click.echo(f"# {node.name}  Ready  kubelet {node.kubelet_dir}  CDI {node.cdi_dir}")
+    click.echo("\n".join(_how_to_use(cluster)))
     cluster.api.close()
+
+
+def _how_to_use(cluster: Cluster) -> Iterator[str]:
+    """Lines for a shell: no folder in them is another cluster's, and what they start ends with the cluster."""
+    yield f"export KUBECONFIG={cluster.kubeconfig}"
+    yield f"export PATH={cluster.binaries}:$PATH"
+    yield f"# cluster {cluster.name}, Kubernetes {cluster.release.kubernetes}, {cluster.server}"
+    for node in cluster.nodes:
+        yield f"# {node.name}  Ready  kubelet {node.kubelet_dir}  CDI {node.cdi_dir}"
+    yield "# To install device classes, policies and rights, without pods (more: docs/local-cluster.md):"
+    yield f"#   printf '{WITHOUT_PODS}' | make -s manifests VALUES=/dev/stdin | kubectl apply -f -"
+    for node in cluster.nodes:
+        yield f"# To run a node plugin with simulated GPUs on {node.name}, until it or the cluster is ended:"
+        yield (
+            f"#   {MARKER}={cluster.directory} .venv/bin/tessera node --node-name {node.name} "
+            f"--kubeconfig {cluster.kubeconfig} --gpus sim:dgx-h100 --kubelet-dir {node.kubelet_dir} "
+            f"--cdi-dir {node.cdi_dir} --host-root {cluster.directory}/gpus-{node.name}"
+        )
 
 
 @main.command()

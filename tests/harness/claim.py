@@ -28,10 +28,7 @@ def claim(settings: Settings, binaries: Path) -> ClusterState:
         raise EnvironmentFault("/proc doesn't show this very process; is it mounted?")
     BASE.mkdir(mode=0o700, parents=True, exist_ok=True)
     with file_lock(host.base_lock(BASE)), file_lock(Layout(settings.directory).lock):
-        if cleanup.in_use(settings.directory):
-            raise UsageError(
-                f"cluster {settings.name} runs already; end it with `make cluster-down NAME={settings.name}`"
-            )
+        require_unused(settings)
         cleanup.destroy_locked(settings.directory)
         host.remember(BASE)
         states = (read_state(folder) for folder in cluster_directories(BASE))
@@ -42,6 +39,15 @@ def claim(settings: Settings, binaries: Path) -> ClusterState:
             folder.mkdir(mode=0o700)
         state.write()
     return state
+
+
+def require_unused(settings: Settings) -> None:
+    """Raise UsageError if a cluster of that name is in use."""
+    if cleanup.in_use(settings.directory):
+        raise UsageError(
+            f"cluster {settings.name} runs already; choose another name for yours (NAME=...), "
+            f"or end that one with `make cluster-down NAME={settings.name}`"
+        )
 
 
 def let_stay(state: ClusterState) -> None:

@@ -28,6 +28,8 @@ TOTAL_MEMORY = int(3.6 * GB)
 """A machine sold with 4 GB reports about this much: its kernel keeps the rest."""
 FREE_MEMORY = int(1.2 * GB)
 """What one cluster with a node takes, with its pods."""
+NODE_MEMORY = int(0.2 * GB)
+"""What each further node takes: containerd, kubelet, a node plugin."""
 
 
 @dataclass(frozen=True)
@@ -109,12 +111,14 @@ def _disk(machine: Machine, settings: Settings) -> Iterable[Failure]:
             yield Failure("disk", text, "free some, or keep the programs elsewhere with --cache")
 
 
-def _memory(machine: Machine, _: Settings) -> Iterable[Failure]:
+def _memory(machine: Machine, settings: Settings) -> Iterable[Failure]:
+    needed = FREE_MEMORY + max(settings.nodes - 1, 0) * NODE_MEMORY
     if machine.memory_total < TOTAL_MEMORY:
         yield Failure("memory", f"{machine.memory_total / GB:.1f} GB in all", "use a machine with 4 GB or more")
-    elif machine.memory_available < FREE_MEMORY:
-        text = f"{machine.memory_available / GB:.1f} GB available, {FREE_MEMORY / GB:.1f} GB needed"
-        yield Failure("memory", text, "end other programs or clusters (python -m tests.harness status)")
+    elif machine.memory_available < needed:
+        text = f"{machine.memory_available / GB:.1f} GB available, {needed / GB:.1f} GB needed"
+        fewer = f" or start fewer than {settings.nodes} nodes" if settings.nodes > 1 else ""
+        yield Failure("memory", text, f"end other programs or clusters (python -m tests.harness status){fewer}")
 
 
 def _cgroup(machine: Machine, _: Settings) -> Iterable[Failure]:

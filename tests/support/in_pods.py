@@ -55,6 +55,11 @@ class Release:
         for node in self.cluster.nodes:
             node.import_image(built.archive)
 
+    def helm_command(self) -> str:
+        """What ``install`` is for people who have the program helm."""
+        values = (f" \\\n  --set-json '{key}={json.dumps(value)}'" for key, value in self._values.items())
+        return f"helm install {RELEASE} deploy/{CHART.name} -n {HERE} --create-namespace{''.join(values)}"
+
     def install(self) -> None:
         """``helm install``, and wait until its pods run and have published the GPUs."""
         helm(self.cluster, HERE, "install", str(CHART), RELEASE, self._values, create_namespace=True)

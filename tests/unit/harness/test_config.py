@@ -34,24 +34,7 @@ from tests.harness.manifests import busybox_pod, node_object
 from tests.harness.node import _without_prefix
 from tests.harness.node_config import containerd_config, kubelet_config, kubelet_flags
 from tests.harness.settings import Settings
-from tests.harness.state import ClusterState, ControlPorts, NodePorts, read_state
-from tests.harness.versions import REFERENCE
-
-
-@pytest.fixture
-def state(tmp_path: Path) -> ClusterState:
-    """A cluster of two nodes, number 3 on its machine."""
-    return ClusterState(
-        directory=str(tmp_path),
-        network=3,
-        binaries="/programs",
-        release=REFERENCE,
-        token="secret",
-        control=ControlPorts(etcd=2379, etcd_peer=2380, scheduler=10259, controller_manager=10257),
-        nodes=[NodePorts(kubelet=10250, health=10248), NodePorts(kubelet=10250, health=10248)],
-        extra_args={},
-        owner=None,
-    )
+from tests.harness.state import ClusterState, read_state
 
 
 def test_a_state_survives_the_disk(state: ClusterState, tmp_path: Path) -> None:

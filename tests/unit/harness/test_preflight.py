@@ -88,6 +88,14 @@ def test_each_failure_is_one_line_with_its_remedy(settings: Settings, change: di
     assert [str(each) for each in failures(dataclasses.replace(GOOD, **change), settings)] == [line]  # type: ignore[arg-type]
 
 
+def test_each_further_node_needs_memory() -> None:
+    (failure,) = failures(GOOD, Settings(nodes=20))
+    assert str(failure) == (
+        "memory: 3.0 GB available, 5.0 GB needed; "
+        "end other programs or clusters (python -m tests.harness status) or start fewer than 20 nodes"
+    )
+
+
 def test_the_disk_of_a_first_build_is_10_gb(settings: Settings) -> None:
     machine = dataclasses.replace(GOOD, disk_free=lambda folder: 5 * GB)
     (failure,) = failures(machine, settings)
