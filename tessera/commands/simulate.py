@@ -16,7 +16,6 @@ from deviceclasses.lint.documents import Document, read_documents
 from driver.errors import UsageError
 from driver.kube.client import KubeClient
 from driver.kube.types import ClassSpec, DeviceClass, Metadata
-from driver.model.gpu_settings import GpuSelection
 from tessera.cluster_options import ListOnceClient, access_of, with_driver_name, with_kubeconfig
 from tessera.simulate.fill import Filled
 from tessera.simulate.fill import fill as fill_cluster
@@ -74,7 +73,7 @@ def simulate(
     _check(paths, nodes, fill, cluster=cluster, gone=gone)
     client = ListOnceClient(access_of(kubeconfig), "tessera-simulate") if cluster else None
     content, waiting = _cluster(client, driver_name) if client is not None else (_empty(driver_name), Workloads())
-    content = content if nodes is None else joined(content, simulated(nodes, shares, _selection(mig_gpus)))
+    content = content if nodes is None else joined(content, simulated(nodes, shares, mig_gpus))
     content = _changed(content, gone, uncordon, driver_name)
     reader = Reader((lambda key: find_template(client, key)) if client is not None else lambda _: None, content.nodes)
     given = reader.read(_documents(paths))
@@ -109,13 +108,6 @@ def _changed(content: ClusterContent, gone: Sequence[str], uncordon: Sequence[st
     for target in uncordon:
         content = uncordoned(content, target)
     return content
-
-
-def _selection(text: str | None) -> GpuSelection:
-    try:
-        return GpuSelection.parse(text or "")
-    except ValueError as error:
-        raise UsageError(f"--mig-gpus: {error}") from error
 
 
 def _cluster(client: KubeClient, driver: str) -> tuple[ClusterContent, Workloads]:
