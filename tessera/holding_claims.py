@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from controller.cluster.cache import TEMPLATE_HASH
-from controller.report.claim_explainer import Explanation, key_of
+from controller.report.claim_explainer import Explanation, key_of, workload_of
 from controller.report.cluster_view import ClusterView
 from driver.errors import NOT_FOUND, ApiError, accepted_status
 from driver.kube.client import KubeClient
@@ -77,11 +76,8 @@ def _holder(client: KubeClient, name: str, devices: tuple[str, ...]) -> HoldingC
 
 def deployment_of(pod: Pod) -> str | None:
     """``namespace/name`` of the Deployment whose ReplicaSet made ``pod``; None: none did."""
-    template_hash = pod.metadata.labels.get(TEMPLATE_HASH, "")
-    for owner in pod.metadata.owner_references:
-        if owner.kind == "ReplicaSet" and owner.controller and owner.name.endswith(f"-{template_hash}"):
-            return f"{pod.metadata.namespace}/{owner.name.removesuffix(f'-{template_hash}')}" if template_hash else None
-    return None
+    workload = workload_of(pod)
+    return f"{workload.namespace}/{workload.name}" if workload and workload.kind == "Deployment" else None
 
 
 def relations(waiting: Pod, holders: Sequence[HoldingClaim]) -> Iterator[str]:
