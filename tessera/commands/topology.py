@@ -1,4 +1,4 @@
-"""``tessera topology``: distances between GPUs and NICs of this node, the partitions of its GPUs and their MIG profiles."""
+"""``tessera topology``: distances between GPUs and NICs of this node, partitions and MIG profiles of its GPUs."""
 
 from __future__ import annotations
 
