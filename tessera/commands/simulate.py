@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,9 @@ from tessera.simulate.scheduler import PodPlacement
 from tessera.simulate.sources import find_template, joined, of_cluster, simulated, uncordoned, without
 from tessera.simulate.workloads import Reader, Workloads
 from tessera.tables_and_drawings import show, with_output
+
+MANY = 20
+"""Nodes or pods of which progress is shown, if there are at least as many."""
 
 
 @click.command()
@@ -141,15 +145,22 @@ def _place(cluster: ImaginedCluster, workloads: Workloads) -> list[PodPlacement]
     placements = []
     for claim in workloads.claims.values():
         cluster.add(claim)
-    for pod in workloads.pods:
-        placements.append(cluster.place(pod))
-        cluster.settle()
+    with _progress("pods placed", len(workloads.pods)) as advance:
+        for pod in workloads.pods:
+            placements.append(cluster.place(pod))
+            cluster.settle()
+            advance()
     return placements
 
 
 def _filled(cluster: ImaginedCluster, device_class: str) -> Filled:
-    """Fill the cluster, with a progress bar on a terminal."""
-    with click.progressbar(
-        length=len(cluster.fleet.nodes), label="nodes filled", file=sys.stderr, hidden=not sys.stderr.isatty()
-    ) as bar:
-        return fill_cluster(cluster, device_class, lambda _: bar.update(1))
+    with _progress("nodes filled", len(cluster.fleet.nodes)) as advance:
+        return fill_cluster(cluster, device_class, lambda _: advance())
+
+
+@contextmanager
+def _progress(label: str, length: int) -> Iterator[Callable[[], None]]:
+    """A bar on standard error, if that is a terminal and the work is long; call the result after each item."""
+    hidden = length < MANY or not sys.stderr.isatty()
+    with click.progressbar(length=length, label=label, file=sys.stderr, hidden=hidden) as bar:
+        yield lambda: bar.update(1)
