@@ -25,6 +25,8 @@ from tessera.tables_and_drawings import with_output
 MOST_NODES = 32
 """Nodes of which all GPUs are drawn without a filter."""
 
+HINT = "\n\n--all draws all GPUs; --unhealthy, --free, --node some."
+
 
 @click.command("map")
 @click.option("--node", "nodes", multiple=True, metavar="NAME", help="Only this node; repeatable.")
@@ -78,8 +80,7 @@ def map(  # noqa: A001 - the name of the command
             return (encoded if watch else msgspec.json.format(encoded, indent=2)).decode()
         if not summary and (len(nodes) <= MOST_NODES or draw_all or chosen):
             return f"{draw_map(nodes, width)}\n\n{draw_summary(nodes, width)}"
-        hint = "\n\n--all draws all GPUs; --unhealthy, --free, --node some."
-        return draw_summary(nodes, width) + (hint if len(nodes) > MOST_NODES else "")
+        return draw_summary(nodes, width) + (HINT if len(nodes) > MOST_NODES else "")
 
     client = client_of(kubeconfig, "tessera-command")
     if watch:
