@@ -10,6 +10,7 @@ import msgspec
 from driver.errors import EnvironmentFault, FatalError, StateError
 from driver.kube.client import KubeClient
 from driver.kube.types import GpuNodePlan
+from driver.model.gpu import MigMode
 from driver.model.plan import KIND, GpuReport, states_of
 from kubelet_plugin.inventory.open_hardware import open_host
 from kubelet_plugin.settings import node_settings
@@ -43,13 +44,22 @@ def readable_reports(plan: GpuNodePlan) -> list[GpuReport]:
 
 
 def hardware(**flags: str | None) -> list[GpuReport]:
-    """The GPUs of a simulated node, or of this machine. Raises UsageError, HardwareError and EnvironmentFault."""
+    """The GPUs of a simulated node, or of this machine. ``flags`` are those of ``tessera node``, after any reset.
+
+    Raises UsageError, HardwareError and EnvironmentFault.
+    """
     settings = node_settings(node_name="template", sim_latency="zero", **flags)
     with open_host(settings, lasting=False) as (host, _):
         discovery = host.discover()
     for fault in discovery.faults:
         raise EnvironmentFault(f"--gpus {settings.gpus}: {fault} can't be read: {fault.reason}")
-    by_minor = sorted(discovery.gpus, key=lambda gpu: gpu.minor)
+    gpus = (
+        replace(gpu, mig_mode=MigMode.ENABLED)
+        if gpu in settings.mig_gpus and gpu.mig_capable and not gpu.toggles_freely
+        else gpu
+        for gpu in discovery.gpus
+    )
+    by_minor = sorted(gpus, key=lambda gpu: gpu.minor)
     return [GpuReport(gpu, gpu.minor, settings.shares.of(gpu), gpu in settings.shares_only) for gpu in by_minor]
 
 

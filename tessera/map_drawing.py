@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import click
@@ -11,7 +11,7 @@ import click
 from controller.report.map_model import Holder, MapGpu, MapNode, MapSpan, NodeState
 from controller.report.map_summary import UNUSABLE, ProductSummary, class_of, classes_of, holders_of, summarize
 from controller.report.slice_states import SliceState
-from tessera.tables_and_drawings import Span, columns, counted, draw_slices, printable
+from tessera.tables_and_drawings import CUT, Span, broken, columns, counted, draw_slices, flowed, printable
 
 COLOURS = (
     "green", "cyan", "yellow", "magenta", "blue",
@@ -27,7 +27,13 @@ FILLS: Mapping[SliceState, tuple[str, Mapping[str, Any]]] = {
 }
 """The character with which slices of a state are filled, and its style."""
 
-LEGEND = "+ offered   . free   ! stranded: free, but too small or badly placed for what is requested   x unavailable"
+LEGEND = (
+    "+ offered",
+    ". free",
+    "! stranded: free, but too small or badly placed for what is requested",
+    "x unavailable",
+)
+CUT_LABEL = f"{CUT} name cut off: -o json has it"
 
 STATES: Mapping[NodeState, str] = {
     NodeState.CORDONED: "cordoned",
@@ -39,23 +45,28 @@ STATES: Mapping[NodeState, str] = {
     NodeState.COMPLETE: "publishes every device",
 }
 
-PREFIX = 8
-"""Characters before a bar."""
+PREFIX = " " * 8
+"""What is before a bar, and before the second line of a text."""
+
+UNLIMITED_WIDTH = 120
+"""Characters of the line of a bar where no width is given."""
 
 MIN_CELL = 3
 
 
-def draw_map(nodes: Sequence[MapNode], width: int) -> str:
-    """All GPUs, each in a line of ``width`` characters, if that is not too narrow, and the legend."""
+def draw_map(nodes: Sequence[MapNode], width: int | None) -> str:
+    """All GPUs and the legend in lines of at most ``width`` characters, where that is at least 60; None: any length."""
     if not any(node.gpus or node.lost_devices or node.states for node in nodes):
         return "No GPU."
     marks = {name: (_mark(place), COLOURS[place % len(COLOURS)]) for place, name in enumerate(classes_of(nodes))}
     lines = [line for node in nodes for line in _node(node, width, marks)]
+    legend = [*LEGEND, CUT_LABEL] if any(CUT in line for line in lines) else LEGEND
+    lines.append("")
     if marks:
-        held = (click.style(f" {mark} ", fg=colour, reverse=True) + " " + printable(name)
-                for name, (mark, colour) in marks.items())  # fmt: skip
-        lines += ["", "held, by class: " + "   ".join(held)]
-    return "\n".join([*lines, *([] if marks else [""]), LEGEND])
+        held = [click.style(f" {mark} ", fg=colour, reverse=True) + " " + printable(name)
+                for name, (mark, colour) in marks.items()]  # fmt: skip
+        lines += flowed([f"held, by class: {held[0]}", *held[1:]], width, "   ", PREFIX)
+    return "\n".join([*lines, *flowed(legend, width, "   ", "  ")])
 
 
 def _mark(place: int) -> str:
@@ -63,25 +74,28 @@ def _mark(place: int) -> str:
     return chr(ord("A") + place) if place < 26 else str(place)
 
 
-def _node(node: MapNode, width: int, marks: Mapping[str, tuple[str, str]]) -> Iterator[str]:
+def _node(node: MapNode, width: int | None, marks: Mapping[str, tuple[str, str]]) -> Iterator[str]:
     states = [click.style(STATES[state], fg="red" if state in UNUSABLE else "yellow") for state in node.states]
+    name = click.style(printable(node.name), bold=True)
     for product, gpus in groupby(node.gpus, key=lambda gpu: gpu.product):
-        each = list(gpus)
-        yield "  ".join(
-            [click.style(printable(node.name), bold=True), printable(product), *map(printable, links(each)), *states]
-        )
-        for gpu in each:
-            yield f"gpu-{gpu.number}".ljust(PREFIX) + _bar(gpu, width - PREFIX - 2, marks)
-            yield from (_note(note) for note in notes_of(gpu))
+        of_product = list(gpus)
+        head = [name, printable(product), *map(printable, links(of_product)), *states]
+        yield from flowed(head, width, "  ", PREFIX)
+        for gpu in of_product:
+            bars = _bars(gpu, (width or UNLIMITED_WIDTH) - len(PREFIX) - 2, marks)
+            yield from (
+                (f"gpu-{gpu.number}" if row == 0 else "").ljust(len(PREFIX)) + bar for row, bar in enumerate(bars)
+            )
+            yield from _notes(notes_of(gpu), width)
     if not node.gpus:
-        yield "  ".join([click.style(printable(node.name), bold=True), *states])
-    yield from (_note(f"{lost.device} is held by {lost.holder}, but the node reports no such GPU")
-                for lost in node.lost_devices)  # fmt: skip
-    yield from (_note(f"claim {holder}: {holder.problem}") for holder in node.failed_monitors)
+        yield from flowed([name, *states], width, "  ", PREFIX)
+    lost = (f"{lost.device} is held by {lost.holder}, but the node reports no such GPU" for lost in node.lost_devices)
+    yield from _notes(chain(lost, (f"claim {holder}: {holder.problem}" for holder in node.failed_monitors)), width)
 
 
-def _note(text: str) -> str:
-    return " " * PREFIX + click.style(printable(text), fg="red")
+def _notes(texts: Iterable[str], width: int | None) -> Iterator[str]:
+    for text in texts:
+        yield from (click.style(line, fg="red") for line in broken(printable(text), width, PREFIX, PREFIX))
 
 
 def notes_of(gpu: MapGpu) -> Iterator[str]:
@@ -123,9 +137,12 @@ def _ranges(numbers: Iterable[int]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _bar(gpu: MapGpu, room: int, marks: Mapping[str, tuple[str, str]]) -> str:
+def _bars(gpu: MapGpu, room: int, marks: Mapping[str, tuple[str, str]]) -> Iterator[str]:
+    """The bar of a GPU; of many shares in several lines."""
     cells = len(gpu.spans) if gpu.is_divided else gpu.memory_slices
-    width = max(MIN_CELL, (room - cells + 1) // max(1, cells))
+    lines = -(-cells // max(1, (room + 1) // (MIN_CELL + 1))) if gpu.is_divided else 1
+    of_line = -(-cells // max(1, lines))
+    width = max(MIN_CELL, (room - of_line + 1) // max(1, of_line))
     spans: list[Span] = []
     for place, span in enumerate(gpu.spans):
         start, size = (place, 1) if gpu.is_divided else (span.start, span.size)
@@ -135,7 +152,9 @@ def _bar(gpu: MapGpu, room: int, marks: Mapping[str, tuple[str, str]]) -> str:
             spans.append(Span(start, size, label, "-", {"fg": colour, "reverse": True}))
         else:
             spans += _unheld(span, start, size)
-    return draw_slices(cells, spans, width)
+    for first in range(0, max(1, cells), max(1, of_line)):
+        of_this = (span._replace(start=span.start - first) for span in spans)
+        yield draw_slices(min(of_line, cells - first), of_this, width)
 
 
 def _label(mark: str, holder: Holder | None, room: int) -> str:
@@ -156,16 +175,29 @@ def _unheld(span: MapSpan, start: int, size: int) -> Iterator[Span]:
         yield from (Span(start + place, 1, label if place == 0 else "", fill, style) for place in range(size))
 
 
-def draw_summary(nodes: Sequence[MapNode]) -> str:
-    """A table with a row per product, and the number of nodes in each state."""
+def draw_summary(nodes: Sequence[MapNode], width: int | None = None) -> str:
+    """A table with a row per product, and the number of nodes in each state.
+
+    Where the table is wider than ``width``, each product has a paragraph with the same figures.
+    """
     gpus = [gpu for node in nodes for gpu in node.gpus]
     states = [(sum(state in node.states for node in nodes), text) for state, text in STATES.items()]
     unusable = sum(gpu.fault is not None for gpu in gpus)
     parts = [counted(len(nodes), "node"), *(f"{count} {text}" for count, text in states if count)]
     about_gpus = [counted(len(gpus), "GPU"), *([f"{unusable} cordoned or faulty"] if unusable else [])]
     header = ["PRODUCT", "NODES", "FREE NODES", "GPUS", "FREE GPUS", "SLICES", *(state.upper() for state in SliceState)]
-    table = columns([*header, "LARGEST FREE PARTITION"], map(_row, summarize(nodes)))
-    return f"{', '.join(parts)}; {', '.join(about_gpus)}\n\n{table}"
+    header.append("LARGEST FREE PARTITION")
+    rows = list(map(_row, summarize(nodes)))
+    table = columns(header, rows).splitlines()
+    if width is not None and max(len(click.unstyle(line)) for line in table) > width:
+        table = [line for row in rows for line in _paragraph(header, row, width)]
+    return "\n".join([*broken(f"{', '.join(parts)}; {', '.join(about_gpus)}", width), "", *table])
+
+
+def _paragraph(header: Sequence[str], row: Sequence[str], width: int) -> Iterator[str]:
+    yield from (click.style(line, bold=True) for line in broken(row[0], width))
+    figures = [f"{name} {value}" for name, value in zip(header[1:], row[1:], strict=True)]
+    yield from flowed([PREFIX + figures[0], *figures[1:]], width, "   ", PREFIX)
 
 
 def _row(product: ProductSummary) -> list[str]:

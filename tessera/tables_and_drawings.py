@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from textwrap import wrap
 from typing import Any, NamedTuple, TypeVar
 
 import click
 import yaml
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+CUT = "~"
+"""The last character of a label in a drawing that continues; no name of an object has it."""
 
 
 def with_output(*formats: str) -> Callable[[F], F]:
@@ -56,6 +60,30 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
+def broken(text: str, width: int | None, indent: str = "", first_indent: str = "") -> list[str]:
+    """``text`` in lines of at most ``width`` characters, None: in one. Words that are longer than a line are broken."""
+    if width is None:
+        return [first_indent + text]
+    return wrap(text, width, initial_indent=first_indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def flowed(parts: Iterable[str], width: int | None, gap: str, indent: str) -> list[str]:
+    """``parts`` in lines of at most ``width`` characters, all but the first indented.
+
+    A part that is longer than a line loses its style and is broken itself.
+    """
+    lines = [""]
+    for part in parts:
+        joined = f"{lines[-1]}{gap}{part}" if lines[-1] else part
+        if width is None or len(click.unstyle(joined)) <= width:
+            lines[-1] = joined
+        elif len(indent + click.unstyle(part)) <= width:
+            lines.append(indent + part)
+        else:
+            lines += broken(click.unstyle(part), width, indent, indent if lines[-1] else "")
+    return [line for line in lines if line]
+
+
 class Span(NamedTuple):
     """A labelled range of memory slices: [start, start + size). ``style`` are arguments of click.style."""
 
@@ -73,14 +101,19 @@ def cell_width(spans: Iterable[Span]) -> int:
 
 
 def draw_slices(slices: int, spans: Iterable[Span], width: int) -> str:
-    """One line, ``width`` characters per slice: labels padded with the fills of the spans, ``.`` for free slices."""
+    """One line, ``width`` characters per slice: labels padded with the fills of the spans, ``.`` for free slices.
+
+    A label that does not fit ends with CUT.
+    """
     by_start = {span.start: span for span in spans}
     cells, position = [], 0
     while position < slices:
         span = by_start.get(position)
         size = span.size if span else 1
         room = size * width + size - 1
-        text = span.label[:room].ljust(room, span.fill) if span else "." * room
+        label = span.label if span else ""
+        label = label if len(label) <= room else label[: room - 1] + CUT
+        text = label.ljust(room, span.fill if span else ".")
         cells.append(click.style(text, **span.style) if span and span.style else text)
         position += size
     return f"[{'|'.join(cells)}]"

@@ -14,7 +14,7 @@ import msgspec
 
 from controller.cluster.fleet import FleetGpu
 from controller.explain.helpful_changes import HelpfulChange
-from controller.report.claim_explainer import Explainer, Explanation
+from controller.report.claim_explainer import Explainer, Explanation, workload_of
 from controller.report.cluster_view import ClusterView
 from controller.report.map_model import MapNode, Value, cluster_map
 from controller.report.map_summary import MapSummary
@@ -58,12 +58,14 @@ class PageNode(MapNode, frozen=True):
 class PagePending(Value, frozen=True):
     """A claim that is pending or that its node can not prepare or release, or a pod without claim (``claim`` is None).
 
+    ``workload`` is what replaces the first pod, such as ``Deployment team-a/web``; None: nothing does.
     ``is_explained``: holders and changes were looked for; otherwise only the reason is known.
     """
 
     claim: str | None
     pods: tuple[str, ...]
     pod_count: int
+    workload: str | None
     created: str | None
     reason: str
     message: str
@@ -152,10 +154,12 @@ def _hardware(entry: FleetGpu) -> GpuHardware:
 
 
 def _explained(explanation: Explanation) -> PagePending:
+    workload = workload_of(explanation.pods[0]) if explanation.pods else None
     return PagePending(
         claim=explanation.claim or None,
         pods=tuple(str(pod.metadata.key) for pod in explanation.pods[:MAX_NAMES]),
         pod_count=len(explanation.pods),
+        workload=_clipped(f"{workload.kind} {workload.namespace}/{workload.name}") if workload is not None else None,
         created=explanation.pods[0].metadata.creation_timestamp if explanation.pods else None,
         reason=explanation.code,
         message=_clipped(explanation.message),

@@ -25,8 +25,7 @@ from tessera.tables_and_drawings import with_output
 MOST_NODES = 32
 """Nodes of which all GPUs are drawn without a filter."""
 
-LINE_WIDTH = 120
-"""Characters of a line where the output is not a terminal and $COLUMNS is not set."""
+HINT = "\n\n--all draws all GPUs; --unhealthy, --free, --node some."
 
 
 @click.command("map")
@@ -72,6 +71,7 @@ def map(  # noqa: A001 - the name of the command
     chosen = MapFilter(**filters)
 
     def render(view: ClusterView) -> str:
+        width = shutil.get_terminal_size((0, 0)).columns or None  # None: no terminal, and $COLUMNS is not set
         nodes = chosen.apply(cluster_map(view))
         if output == "svg":
             return map_as_svg(nodes)
@@ -79,9 +79,8 @@ def map(  # noqa: A001 - the name of the command
             encoded = msgspec.json.encode(summarize(nodes) if summary else nodes)
             return (encoded if watch else msgspec.json.format(encoded, indent=2)).decode()
         if not summary and (len(nodes) <= MOST_NODES or draw_all or chosen):
-            return f"{draw_map(nodes, shutil.get_terminal_size((LINE_WIDTH, 24)).columns)}\n\n{draw_summary(nodes)}"
-        hint = "\n\n--all draws all GPUs; --unhealthy, --free and --node some of them."
-        return draw_summary(nodes) + (hint if len(nodes) > MOST_NODES else "")
+            return f"{draw_map(nodes, width)}\n\n{draw_summary(nodes, width)}"
+        return draw_summary(nodes, width) + (HINT if len(nodes) > MOST_NODES else "")
 
     client = client_of(kubeconfig, "tessera-command")
     if watch:

@@ -53,6 +53,7 @@ DOCUMENTS = ("objects", "cluster-autoscaler", "karpenter")
 @click.option("--labels", default=DEFAULT_LABELS, show_default=True, help="With --gpus: labels of the node.")
 @click.option("--shares", help="With --gpus: as `tessera node --shares`.")
 @click.option("--shares-only", help="With --gpus: as `tessera node --shares-only`.")
+@click.option("--mig-gpus", help="With --gpus: as `tessera node --mig-gpus`, after the reset.")
 @click.option("--for", "document", type=click.Choice(DOCUMENTS), default="objects", show_default=True, help="Reader.")
 @with_output("yaml", "json")
 @with_kubeconfig
@@ -66,6 +67,7 @@ def template(
     labels: str,
     shares: str | None,
     shares_only: str | None,
+    mig_gpus: str | None,
     document: str,
     output: str,
     kubeconfig: Path | None,
@@ -93,7 +95,7 @@ def template(
         amounts = _pairs("--resources", resources, "NAME=QUANTITY, such as cpu=192")
         names = _pairs("--labels", labels, "NAME=VALUE, such as kubernetes.io/arch=arm64")
         description = Node(Metadata(name, labels=names), status=NodeStatus(amounts, amounts))
-        reports = hardware(gpus=gpus, shares=shares, shares_only=shares_only)
+        reports = hardware(gpus=gpus, shares=shares, shares_only=shares_only, mig_gpus=mig_gpus)
     node, slices = _node(name, description), _slices(Pool(name, driver_name), reports)
     written: list[Any] = [node, *slices]
     if document == "karpenter":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from deviceclasses.lint.documents import Document, read_documents
 from driver.errors import UsageError
 from driver.kube.client import KubeClient
 from driver.kube.types import ClassSpec, DeviceClass, Metadata
-from driver.model.gpu_settings import GpuSelection
 from tessera.cluster_options import ListOnceClient, access_of, with_driver_name, with_kubeconfig
 from tessera.simulate.fill import Filled
 from tessera.simulate.fill import fill as fill_cluster
@@ -26,6 +26,9 @@ from tessera.simulate.scheduler import PodPlacement
 from tessera.simulate.sources import find_template, joined, of_cluster, simulated, uncordoned, without
 from tessera.simulate.workloads import Reader, Workloads
 from tessera.tables_and_drawings import show, with_output
+
+MANY = 20
+"""Nodes or pods of which progress is shown, if there are at least as many."""
 
 
 @click.command()
@@ -74,7 +77,7 @@ def simulate(
     _check(paths, nodes, fill, cluster=cluster, gone=gone)
     client = ListOnceClient(access_of(kubeconfig), "tessera-simulate") if cluster else None
     content, waiting = _cluster(client, driver_name) if client is not None else (_empty(driver_name), Workloads())
-    content = content if nodes is None else joined(content, simulated(nodes, shares, _selection(mig_gpus)))
+    content = content if nodes is None else joined(content, simulated(nodes, shares, mig_gpus))
     content = _changed(content, gone, uncordon, driver_name)
     reader = Reader((lambda key: find_template(client, key)) if client is not None else lambda _: None, content.nodes)
     given = reader.read(_documents(paths))
@@ -111,13 +114,6 @@ def _changed(content: ClusterContent, gone: Sequence[str], uncordon: Sequence[st
     return content
 
 
-def _selection(text: str | None) -> GpuSelection:
-    try:
-        return GpuSelection.parse(text or "")
-    except ValueError as error:
-        raise UsageError(f"--mig-gpus: {error}") from error
-
-
 def _cluster(client: KubeClient, driver: str) -> tuple[ClusterContent, Workloads]:
     """The cluster as it is, and its pending pods."""
     view = read_cluster(client, driver)
@@ -149,15 +145,22 @@ def _place(cluster: ImaginedCluster, workloads: Workloads) -> list[PodPlacement]
     placements = []
     for claim in workloads.claims.values():
         cluster.add(claim)
-    for pod in workloads.pods:
-        placements.append(cluster.place(pod))
-        cluster.settle()
+    with _progress("pods placed", len(workloads.pods)) as advance:
+        for pod in workloads.pods:
+            placements.append(cluster.place(pod))
+            cluster.settle()
+            advance()
     return placements
 
 
 def _filled(cluster: ImaginedCluster, device_class: str) -> Filled:
-    """Fill the cluster, with a progress bar on a terminal."""
-    with click.progressbar(
-        length=len(cluster.fleet.nodes), label="nodes filled", file=sys.stderr, hidden=not sys.stderr.isatty()
-    ) as bar:
-        return fill_cluster(cluster, device_class, lambda _: bar.update(1))
+    with _progress("nodes filled", len(cluster.fleet.nodes)) as advance:
+        return fill_cluster(cluster, device_class, lambda _: advance())
+
+
+@contextmanager
+def _progress(label: str, length: int) -> Iterator[Callable[[], None]]:
+    """A bar on standard error, if that is a terminal and the work is long; call the result after each item."""
+    hidden = length < MANY or not sys.stderr.isatty()
+    with click.progressbar(length=length, label=label, file=sys.stderr, hidden=hidden) as bar:
+        yield lambda: bar.update(1)

@@ -1,4 +1,4 @@
-"""``tessera topology``: distances between GPUs and NICs of this node, and the partitions of its GPUs."""
+"""``tessera topology``: distances between GPUs and NICs of this node, partitions and MIG profiles of its GPUs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Topology:
 @click.option("--nvml-library", type=click.Path(path_type=Path), help="Path of libnvidia-ml.so.1.  [default: searched]")
 @with_output("table", "json")
 def topology(output: str, **flags: Any) -> None:
-    """Show the distances between GPUs and NICs, NVLink cliques, and the partitions of each GPU.
+    """Show the distances between GPUs and NICs, NVLink cliques, the partitions of each GPU, and its MIG profiles.
 
     Only reads. With --gpus sim:NAME and no --host-root a temporary node is simulated.
 
@@ -85,6 +85,12 @@ def _as_text(found: Topology, gpus: Sequence[dict[str, Any]]) -> str:
     for gpu in gpus:
         spans = [Span(found["start"], found["size"], found["profile"] or "?") for found in gpu["partitions"]]
         parts.append(f"GPU{gpu['index']:<3} {draw_slices(gpu['memorySlices'], spans, width=8)}")
+    if profiles := dict.fromkeys((gpu.product_name, profile) for gpu in found.gpus for profile in gpu.profiles):
+        rows = [
+            [product, profile.name, str(profile.max_instances), f"{profile.memory_bytes / 2**30:.1f} GiB"]
+            for product, profile in profiles
+        ]
+        parts += ["", columns(["PRODUCT", "MIG PROFILE", "FIT ON A GPU", "MEMORY"], rows)]
     parts += [f"{fault}: left out: {fault.reason}" for fault in found.faults]
     return "\n".join(parts)
 
@@ -113,6 +119,10 @@ def _gpu_as_json(found: Topology, index: int) -> dict[str, Any]:
         "fabricClique": gpu.fabric_clique,
         "migMode": gpu.mig_mode.value,
         "memorySlices": gpu.memory_slices,
+        "profiles": [
+            {"name": profile.name, "maxInstances": profile.max_instances, "memoryBytes": profile.memory_bytes}
+            for profile in gpu.profiles
+        ],
         "gpus": {other.uuid: found.relation(index, j) for j, other in enumerate(found.gpus) if j != index},
         "nics": {nic.name: found.relation(index, count + n) for n, nic in enumerate(found.nics)},
         "partitions": [

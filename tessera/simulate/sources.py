@@ -20,8 +20,6 @@ from driver.kube.kubeconfig import DEFAULT_NAMESPACE
 from driver.kube.slice_types import DetailedSlice
 from driver.kube.typed_reads import RESOURCE_GROUP, list_claims, minor_version, read_all
 from driver.kube.types import ClaimSpec, ClaimTemplate, Key, Metadata, Node
-from driver.model.gpu import MigMode
-from driver.model.gpu_settings import GpuSelection
 from driver.model.plan import FaultKind, GpuReport, PlanMode
 from driver.slices.publisher import SLICES
 from driver.slices.slice_names import Pool
@@ -35,8 +33,8 @@ MAX_DIGITS = 12
 """Digits of a number of nodes that are read."""
 
 
-def simulated(text: str, shares: str | None, mig_gpus: GpuSelection) -> ClusterContent:
-    """Nodes as ``dgx-h100=4,FILE`` names them, all idle; ``mig_gpus`` are in MIG mode if that needs a reset.
+def simulated(text: str, shares: str | None, mig_gpus: str | None) -> ClusterContent:
+    """Nodes as ``dgx-h100=4,FILE`` names them, all idle, with the flags of ``tessera node`` of these names.
 
     Raises UsageError and HardwareError.
     """
@@ -47,7 +45,7 @@ def simulated(text: str, shares: str | None, mig_gpus: GpuSelection) -> ClusterC
         source, _, written = entry.strip().partition("=")
         if not source or (written and not written.isdecimal()):
             raise UsageError(f"--nodes {text}: {entry.strip()!r} is not NAME, NAME=COUNT or FILE=COUNT, as dgx-h100=4")
-        reports, stem = hardware(gpus=f"sim:{source}", shares=shares), Path(source).stem
+        reports, stem = hardware(gpus=f"sim:{source}", shares=shares, mig_gpus=mig_gpus), Path(source).stem
         count = int(written or 1) if len(written) <= MAX_DIGITS else MAX_NODES + 1
         if len(nodes) + count > MAX_NODES:
             raise UsageError(
@@ -58,15 +56,12 @@ def simulated(text: str, shares: str | None, mig_gpus: GpuSelection) -> ClusterC
             name = f"{stem}-{named[stem]}"
             labels = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux"}
             nodes.append(Node(Metadata(name, labels=labels)))
-            gpus += [_idle(name, anonymous(report, name), mig_gpus) for report in reports]
+            gpus += [_idle(name, anonymous(report, name)) for report in reports]
     return ClusterContent(Fleet.of(gpus), tuple(nodes))
 
 
-def _idle(node: str, report: GpuReport, mig_gpus: GpuSelection) -> FleetGpu:
-    gpu = report.gpu
-    if gpu in mig_gpus and gpu.mig_capable and not gpu.toggles_freely:
-        gpu = replace(gpu, mig_mode=MigMode.ENABLED)
-    return FleetGpu(node, gpu, report.number, shares=report.shares, shares_only=report.shares_only)
+def _idle(node: str, report: GpuReport) -> FleetGpu:
+    return FleetGpu(node, report.gpu, report.number, shares=report.shares, shares_only=report.shares_only)
 
 
 def of_cluster(client: KubeClient, view: ClusterView, driver: str) -> ClusterContent:

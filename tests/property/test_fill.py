@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deviceclasses.lint.documents import Document
-from driver.model.gpu_settings import GpuSelection
 from tessera.commands.simulate import _empty, _place
 from tessera.simulate.fill import _until_full, fill
 from tessera.simulate.imagined_cluster import ClusterContent, ImaginedCluster
@@ -22,7 +21,7 @@ CLASSES = ("gpu-training", "gpu-inference-1g-10gb", "gpu-inference-2g-20gb", "gp
 
 @cache
 def content() -> ClusterContent:
-    return joined(_empty(DRIVER), simulated("h100-1=3,l4-4", "NVIDIA L4=2", GpuSelection.parse("")))
+    return joined(_empty(DRIVER), simulated("h100-1=3,l4-4", "NVIDIA L4=2", None))
 
 
 def cluster(running: Sequence[str]) -> ImaginedCluster:

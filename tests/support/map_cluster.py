@@ -31,7 +31,6 @@ from tests.support.gpus import H100
 from tests.support.queues import DRIVER, Situation, gpu_in, profile, request
 
 DOCS = Path(__file__).parents[2] / "docs"
-WIDTH = 100
 
 
 @dataclass
@@ -160,7 +159,7 @@ def main() -> None:
 
 def example_text(nodes: tuple[MapNode, ...]) -> str:
     """The output of ``tessera map``."""
-    return click.unstyle(f"{draw_map(nodes, WIDTH)}\n\n{draw_summary(nodes)}\n")
+    return click.unstyle(f"{draw_map(nodes, None)}\n\n{draw_summary(nodes)}\n")
 
 
 if __name__ == "__main__":

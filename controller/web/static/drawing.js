@@ -156,18 +156,41 @@ function ranges(numbers) {
   return runs.map((run) => (run.length > 1 ? `${run[0]}-${run.at(-1)}` : String(run[0]))).join(",");
 }
 
-export function pendingRow(each, search) {
-  const names = (list, total) => [...list, ...(total > list.length ? [`and ${total - list.length} more`] : [])];
+/** The claims of one workload that wait for the same reason together, each other claim alone. */
+export function grouped(pending) {
+  const groups = new Map();
+  for (const claim of pending) {
+    const names = [claim.claim, ...claim.pods].filter(Boolean).map((name) => name.slice(name.indexOf("/") + 1));
+    const message = names.reduce((text, name) => text.replaceAll(name, ""), claim.message);
+    const key = claim.workload === null ? groups.size : JSON.stringify([claim.workload, claim.reason, message]);
+    if (groups.has(key)) groups.get(key).push(claim);
+    else groups.set(key, [claim]);
+  }
+  return [...groups.values()];
+}
+
+const podsOf = (each) => [...each.pods, ...(each.podCount > each.pods.length ? [`and ${each.podCount - each.pods.length} more`] : [])].join(", ");
+const claimOf = (each) => each.claim ?? "(no claim yet)";
+const waiting = (tag, each) => element(tag, { "data-created": each.created ?? "" }, age(each.created));
+
+/** A row for a group; what would help is that of the first claim for which it was looked for. */
+export function pendingRow(group, search) {
+  const [first] = group;
+  const each = group.find((claim) => claim.isExplained) ?? first;
   const holder = (name) => element("button",
-    { type: "button", title: "search for it", "data-key": `${each.claim} ${name}`, click: () => search(name) }, name);
-  const list = (items) => element("ul", {}, ...items.map((item) => element("li", {}, item)));
+    { type: "button", title: "search for it", "data-key": `${first.claim} ${name}`, click: () => search(name) }, name);
+  const list = (items) => element("ul", {}, ...items.map((item) => element("li", {}, ...[item].flat())));
   const more = each.holderCount - each.holders.length;
   const help = each.isExplained
     ? (each.changes.length ? list(each.changes.map((change) => change.text)) : "-")
     : element("span", { class: "dim" }, "not determined here: run tessera why");
-  return element("tr", { "data-claim": each.claim ?? each.pods[0] },
-    element("td", {}, each.claim ?? "(no claim yet)"), element("td", {}, names(each.pods, each.podCount).join(", ")),
-    element("td", { "data-created": each.created ?? "" }, age(each.created)),
+  const [claims, pods] = group.length === 1 ? [claimOf(first), podsOf(first)] : [
+    element("details", {}, element("summary", { "data-key": `${first.workload} ${first.reason}` }, `${group.length} claims of ${first.workload}`),
+      list(group.map((claim) => [`${claimOf(claim)}, pod ${podsOf(claim) || "-"}, `, waiting("span", claim)]))),
+    counted(new Set(group.flatMap((claim) => claim.pods)).size, "pod"),
+  ];
+  return element("tr", { "data-claim": first.claim ?? first.pods[0] },
+    element("td", {}, claims), element("td", {}, pods), waiting("td", first),
     element("td", {}, element("span", { class: "code" }, each.reason), `: ${each.message}`,
       each.reports.length ? element("details", {}, element("summary", {}, "the scheduler reports"), list(each.reports)) : null),
     element("td", {}, help),

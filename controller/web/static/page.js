@@ -1,13 +1,15 @@
 // The page: loads everything once, follows the changes, and draws what is in view.
-import { age, element, fillNode, legend, nodeDetail, nodeFrame, pendingRow, printable, productRow, setClock } from "/drawing.js";
+import { age, counted, element, fillNode, grouped, legend, nodeDetail, nodeFrame, pendingRow, printable, productRow, setClock } from "/drawing.js";
 
 const FIRST_FILLED = 16; // nodes that are drawn at once; others when they come into view
+const MAX_ROWS = 100; // nodes, and rows of pending claims, that are shown at once; a search finds the others
 const SILENCE_MS = 40_000; // the server sends something every 15 s
 const MAX_DELAY_MS = 15_000;
 
 const find = (id) => document.getElementById(id);
 const state = { nodes: new Map(), classes: [], products: [], pending: [], pendingCount: 0, stale: null };
 const frames = new Map(); // by name of the node
+const groups = new WeakMap(); // the pending claims of a row
 const texts = new WeakMap(); // what the search looks at, by node or pending claim
 let token = "";
 let version = "";
@@ -153,29 +155,40 @@ const textsOfNode = (node) => [node.name, ...node.states, ...node.gpus.flatMap((
   gpu.product, gpu.uuid, gpu.fabricClique ?? "", gpu.fault ?? "",
   ...gpu.spans.flatMap((span) => (span.holder ? [`${span.holder.namespace}/${span.holder.claim}`, span.holder.deviceClass ?? ""] : [])),
 ])];
-const textsOfPending = (each) => [each.claim ?? "", ...each.pods, each.reason];
+const textsOfPending = (each) => [each.claim ?? "", ...each.pods, each.workload ?? "", each.reason];
+
+/** Shows the first rows that match, and says in `line` how many more do. Returns how many match. */
+function showFirst(rows, matching, line, noun, command) {
+  let count = 0;
+  for (const row of rows) {
+    const isMatch = matching(row);
+    row.hidden = !isMatch || count >= MAX_ROWS;
+    count += isMatch ? 1 : 0;
+  }
+  find(line).hidden = count <= MAX_ROWS;
+  find(line).textContent = `${counted(count - MAX_ROWS, `more ${noun}`)}: search for a name, or run ${command}`;
+  return count;
+}
 
 function filter() {
   const terms = words();
-  let shown = 0;
-  for (const [name, frame] of frames) {
-    frame.hidden = !matches(state.nodes.get(name), terms, textsOfNode);
-    shown += frame.hidden ? 0 : 1;
-  }
-  find("node-count").textContent = terms.length ? `${shown} of ${frames.size}` : String(frames.size);
-  find("no-node").hidden = shown > 0 || !terms.length;
+  const isMatch = (frame) => matches(state.nodes.get(frame.dataset.node), terms, textsOfNode);
+  const count = showFirst(find("nodes").children, isMatch, "more-nodes", "node", "tessera map --all");
+  find("node-count").textContent = terms.length ? `${count} of ${frames.size}` : String(frames.size);
+  find("no-node").hidden = count > 0 || !terms.length;
   filterPending();
 }
 
 function filterPending() {
   const terms = words();
   let shown = 0;
-  [...find("pending").children].forEach((row, index) => {
-    row.hidden = !matches(state.pending[index], terms, textsOfPending);
-    shown += row.hidden ? 0 : 1;
-  });
-  find("pending-scroll").hidden = shown === 0;
-  find("nothing-pending").hidden = shown > 0;
+  const rows = showFirst(find("pending").children, (row) => {
+    const matching = groups.get(row).filter((each) => matches(each, terms, textsOfPending)).length;
+    shown += matching;
+    return matching > 0;
+  }, "more-pending", "row", "tessera why -A");
+  find("pending-scroll").hidden = rows === 0;
+  find("nothing-pending").hidden = rows > 0;
   find("nothing-pending").textContent = state.pending.length ? "No pending claim matches the search." : "No claim is pending.";
   const part = shown < state.pendingCount ? `${shown} of ` : "";
   find("pending-count").textContent = state.pendingCount ? `${part}${state.pendingCount}` : "";
@@ -191,8 +204,16 @@ function searchFor(text) {
 
 function drawPending() {
   const focused = document.activeElement?.dataset.key;
-  find("pending").replaceChildren(...state.pending.map((each) => pendingRow(each, searchFor)));
-  if (focused) [...find("pending").querySelectorAll("[data-key]")].find((each) => each.dataset.key === focused)?.focus();
+  const keys = (selector) => [...find("pending").querySelectorAll(selector)];
+  const open = new Set(keys("details[open] > [data-key]").map((each) => each.dataset.key));
+  const rows = grouped(state.pending).map((group) => {
+    const row = pendingRow(group, searchFor);
+    groups.set(row, group);
+    return row;
+  });
+  find("pending").replaceChildren(...rows);
+  for (const each of keys("details > [data-key]")) each.parentElement.open = open.has(each.dataset.key);
+  if (focused) keys("[data-key]").find((each) => each.dataset.key === focused)?.focus();
   filterPending();
 }
 

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from deviceclasses.cel.engine import Program, compile_selector, from_slice_device
 from driver.config.opaque_parameters import GpuConfig, MigDeviceConfig, ShareConfig, parse_parameters
+from driver.model.device import Monitor, devices_of
 from driver.simulator.products import Product, find_product, product_names
+from driver.slices.build import PublishedGpu, SliceBuilder
+from driver.slices.slice_names import Pool
 from tests.support.chart import EVENTS_OF_ALL_CLAIMS, EVENTS_OF_ONE_CLAIM, class_texts, notes, rendered
+from tests.support.gpus import gpu_of
 from tests.support.nvml_client import profiles_by_name
+from tests.support.published import DRIVER, devices_in
 
 PROJECT = Path(__file__).parents[3]
 EXAMPLES = sorted((PROJECT / "deploy" / "examples").glob("*.yaml"))
@@ -23,6 +31,8 @@ GUARD = 'device.driver == "gpu.tessera.dev" && device.attributes["gpu.tessera.de
 PARTITIONS, MONITORS = "gpu-inference", "gpu-monitor"
 ONE_SHARE = "one-share-of-a-gpu.gpu.tessera.dev"
 OF_ANOTHER_DRIVER = {"rdma-nic"}
+PLAIN_PROFILE = re.compile(r"\dg\.\d+gb")
+"""Profiles with a class; others, such as those with media engines, are selected by attribute."""
 QUOTA_KEY = ".deviceclass.resource.k8s.io/devices"
 
 KINDS = {
@@ -69,10 +79,13 @@ def products() -> list[Product]:
 
 
 def named(card: str) -> list[Product]:
-    """The products of which people speak as ``card``: every word of it is a word of theirs."""
+    """The products of which people speak as ``card``: every word of it is a word of theirs, or says their memory."""
     wanted = set(card.split())
-    names = (name for name in product_names() if wanted <= set(re.split(r"[^A-Za-z0-9]+", name)))
-    return [product for product in map(find_product, names) if product is not None]
+    return [
+        product
+        for product in products()
+        if wanted <= {*re.split(r"[^A-Za-z0-9]+", product.name), f"{ceil(product.memory_mib / 1024)}GB"}
+    ]
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -117,12 +130,25 @@ def test_the_cards_that_a_class_names_have_its_profile_as_often_as_it_says(name:
             }
 
 
-def test_every_partition_of_the_common_cards_has_a_class() -> None:
-    cards = ("A30", "A100 40GB", "A100 80GB", "H100 80GB", "H200", "B200")
-    profiles = {name for card in cards for product in named(card) for name in profiles_by_name(product)}
-    # Media engines are for who asks by selector.
-    plain = {name for name in profiles if name.isalnum() or re.fullmatch(r"\dg\.\d+gb", name)}
-    assert {profile_of(name) for name in PROFILE_CLASSES} == plain
+@cache
+def selectors() -> dict[str, Program]:
+    """The expression of each class, compiled."""
+    return {name: compile_selector(load(name)["spec"]["selectors"][0]["cel"]["expression"]) for name in CLASSES}
+
+
+@pytest.mark.parametrize("product", product_names())
+def test_every_device_of_a_simulated_product_has_the_class_of_its_kind_and_of_its_profile(product: str) -> None:
+    gpu, builder = gpu_of(product), SliceBuilder(Pool("n", DRIVER))
+    built = builder.build([PublishedGpu(gpu, 0, (), devices_of(gpu, 0, shares=2))])
+    monitors = builder.monitors([Monitor.of(gpu, 0)])
+    for device in devices_in({"spec": content} for content in (*built.values(), *monitors.values())):
+        texts = {name: value.get("string") for name, value in device["attributes"].items()}
+        wanted = {name for name, (kind, _) in KINDS.items() if kind == texts["type"]}
+        if PLAIN_PROFILE.fullmatch(texts.get("profile") or ""):
+            wanted.add(f"{PARTITIONS}-{texts['profile'].replace('.', '-')}")
+        value = from_slice_device(DRIVER, device)
+        matching = {name for name, program in selectors().items() if program.verdict(value) is True}
+        assert matching == wanted != set(), device["name"]
 
 
 def test_the_resource_name_for_unchanged_pods_is_there_and_off() -> None:
@@ -207,7 +233,7 @@ class TestTheDocs:
     def test_describe_every_class(self) -> None:
         profiles = {
             name
-            for row in re.findall(r"^\| [AHB].*`\dg-.*$", DOCS, re.MULTILINE)
+            for row in re.findall(r"^\| [ABGHR].*`\dg-.*$", DOCS, re.MULTILINE)
             for name in re.findall(r"`(\dg-\d+gb)`", row)
         }
         assert {f"{PARTITIONS}-{name}" for name in profiles} | KINDS.keys() == set(CLASSES)
@@ -215,13 +241,11 @@ class TestTheDocs:
             assert f"`{name}`" in DOCS
 
     def test_list_each_profile_under_the_cards_that_have_it(self) -> None:
-        rows = re.findall(r"^\| ([AHB][^|]*) \| (`\dg-[^|]*) \|$", DOCS, re.MULTILINE)
+        rows = re.findall(r"^\| ([ABGHR][^|]*) \| (`\dg-[^|]*) \|$", DOCS, re.MULTILINE)
         assert rows
         for cards, classes in rows:
             for product in (product for card in cards.split(", ") for product in named(card)):
-                wanted = [
-                    name.replace(".", "-") for name in profiles_by_name(product) if re.fullmatch(r"\dg\.\d+gb", name)
-                ]
+                wanted = [name.replace(".", "-") for name in profiles_by_name(product) if PLAIN_PROFILE.fullmatch(name)]
                 assert sorted(re.findall(r"`([^`]+)`", classes)) == sorted(wanted)
 
     def test_show_every_example(self) -> None:

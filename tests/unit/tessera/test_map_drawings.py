@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from html import escape
 from xml.etree import ElementTree
 
@@ -29,7 +31,7 @@ def hostile() -> MapCluster:
     return cluster
 
 
-def lines(cluster: MapCluster, width: int = 100) -> list[str]:
+def lines(cluster: MapCluster, width: int | None = None) -> list[str]:
     return click.unstyle(draw_map(cluster.map(), width)).splitlines()
 
 
@@ -54,6 +56,42 @@ def test_bars_fit_into_the_line_and_are_to_scale(width: int) -> None:
     assert len(left) == len(right)
 
 
+def crowded() -> MapCluster:
+    """Twelve slices, 30 shares, many partitions and products, and names of tenants and nodes longer than a line."""
+    long = "l" * 63
+    cluster = example().gpu(f"{long}.{long}", 0, "NVIDIA RTX PRO 6000 Blackwell Server Edition", fault=f"{long} {long}")
+    cluster.gpu("n", 0, "NVIDIA L4", shares=30, facts={"fabric_clique": f"{long}.7"}).gpu("n", 1, "NVIDIA H200 NVL")
+    cluster.holds(f"{long}/{long}", "n", "gpu-0-share-29", device_class=long * 4, shares=30)
+    for start in range(7):
+        cluster.holds(f"{long}/p-{start}", "n", f"gpu-1-mig-1g18gb-{start}", device_class=f"class-{start}")
+    return cluster
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_no_line_is_longer_than_the_terminal_and_every_name_is_complete_or_marked_as_cut(width: int) -> None:
+    nodes = crowded().map()
+    found = click.unstyle(f"{draw_map(nodes, width)}\n\n{draw_summary(nodes, width)}")
+    assert [line for line in found.splitlines() if len(line) > width] == []
+    [shares] = re.findall(r"NVIDIA L4\n.*?(gpu-0 .*?)n  NVIDIA H200", found, re.DOTALL)
+    assert len(re.findall(r"L l?~|\.\.\.", shares)) == 30
+    assert "~ name cut off: -o json has it" in found
+    words = "".join(found.split())
+    for text in (
+        f"{'l' * 63}.{'l' * 63}",
+        "l" * 252,
+        "stranded:free,buttoosmallorbadlyplacedforwhatisrequested",
+        "FREEPARTITION-",
+    ):
+        assert text in words
+
+
+@pytest.mark.parametrize("draw", [lambda nodes: draw_map(nodes, None), draw_summary])
+def test_without_a_terminal_texts_and_rows_of_the_table_are_not_broken(draw: Callable[..., str]) -> None:
+    lines = click.unstyle(draw(crowded().map())).splitlines()
+    assert any(len(line) > 130 for line in lines)
+    assert not any(line.startswith(" " * 8 + "N") for line in lines)
+
+
 def test_a_narrow_terminal_still_shows_every_slice() -> None:
     [bar] = [line for line in lines(MapCluster().gpu("n", 0), 10) if line.startswith("gpu-")]
     assert bar.count("...") == 8
@@ -66,7 +104,7 @@ def test_a_claim_is_named_with_its_namespace_if_that_fits() -> None:
         .holds("team/serve", "n", "gpu-0-mig-1g10gb-0")
         .holds("team/c", "n", "gpu-0-mig-3g40gb-4")
     )
-    [bar] = [line for line in lines(cluster) if line.startswith("gpu-")]
+    [bar] = [line for line in lines(cluster, 100) if line.startswith("gpu-")]
     assert "[A serve--" in bar
     assert "|A team/c--" in bar
 
@@ -77,7 +115,7 @@ def test_classes_differ_by_colour_on_a_terminal_and_by_letter_everywhere() -> No
         cluster.gpu("n", number).holds(f"t/{number}", "n", f"gpu-{number}", device_class=name)
     nodes = cluster.map()
     assert classes_of(nodes) == ["gpu-dev", "gpu-inference", "gpu-training"]
-    drawn = draw_map(nodes, 100)
+    drawn = draw_map(nodes, None)
     for mark, colour, claim in zip("ABC", COLOURS, ("t/2", "t/1", "t/0"), strict=False):
         styled = click.style(f"{mark} {claim}", fg=colour, reverse=True).removesuffix("\x1b[0m")
         assert styled in drawn
@@ -179,5 +217,5 @@ def test_a_claim_that_its_node_can_not_prepare_is_named_below_its_gpu_once() -> 
     cluster.holds("team/a", "n", "gpu-0-mig-1g10gb-0", "gpu-0-mig-1g10gb-1").holds("team/b", "n", "gpu-0-mig-1g10gb-2")
     nodes = cluster.map()
     said = "claim team/a: node n can't prepare it since 2026-11-26T00:00:00Z, because of its GPU: NVML: 999"
-    assert draw_map(nodes, 100).count(said) == 1
+    assert draw_map(nodes, None).count(said) == 1
     assert map_as_svg(nodes).count(escape(said)) == 1

@@ -48,6 +48,23 @@ def test_a_pending_claim_has_the_reason_the_holders_and_what_would_help() -> Non
     assert any("team/holder ended" in each["text"] for each in found["changes"])
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "workload"),
+    [
+        ("ReplicaSet", "web-5d8f", "Deployment default/web"),
+        ("ReplicaSet", "web-77aa", "ReplicaSet default/web-77aa"),
+        ("Job", "train", "Job default/train"),
+        (None, "", None),
+    ],
+)
+def test_a_pending_claim_names_the_workload_whose_pod_waits(kind: str | None, name: str, workload: str | None) -> None:
+    cluster = MapCluster().gpu("n", 0)
+    owners = [{"kind": kind, "name": name, "controller": True}] if kind else []
+    metadata = {"ownerReferences": owners, "labels": {"pod-template-hash": "5d8f"}}
+    cluster.situation.wants(request(count=2), name="wanted", metadata=metadata)
+    assert [each["workload"] for each in of(cluster)["pending"]] == [workload]
+
+
 def test_without_time_for_what_would_help_the_reason_is_there_all_the_same() -> None:
     [full_text], [short] = of(full())["pending"], of(full(), in_detail=False)["pending"]
     assert (short["reason"], short["message"]) == (full_text["reason"], full_text["message"])

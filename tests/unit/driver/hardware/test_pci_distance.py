@@ -107,6 +107,22 @@ def test_nics_of_a_gb200_tray_are_near_no_gpu() -> None:
     assert {distance for gpu in as_json("gb200-nvl72-tray") for distance in gpu["nics"].values()} == {"SYS"}
 
 
+def test_a_gpu_lists_the_mig_profiles_that_it_can_be_cut_into_with_their_number_and_memory() -> None:
+    assert {gpu["productName"]: gpu["profiles"] for gpu in as_json("a30-4") + as_json("l4-4")} == {
+        "NVIDIA A30": [
+            {"name": name, "maxInstances": most, "memoryBytes": mebibytes << 20}
+            for name, most, mebibytes in (
+                ("1g.6gb", 4, 5952),
+                ("2g.12gb", 2, 11968),
+                ("4g.24gb", 1, 24000),
+                ("1g.6gb+me", 1, 5952),
+                ("2g.12gb+me", 1, 11968),
+            )
+        ],
+        "NVIDIA L4": [],
+    }
+
+
 # Rules without a node.
 
 ROOT, OTHER_ROOT = "pci0000:00", "pci0000:40"

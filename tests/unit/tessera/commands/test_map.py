@@ -78,6 +78,18 @@ def test_the_table_shows_gpus_and_the_summary(kubeconfig: Path) -> None:
     assert answer.stdout.splitlines()[-1].split()[-3:] == ["on", "1", "GPU"]
 
 
+@pytest.mark.parametrize("flags", [[], ["--summary"]])
+def test_the_map_is_as_wide_as_the_terminal(
+    kubeconfig: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    lengths = {}
+    for columns in ("60", "80", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        lengths[columns] = max(map(len, run(kubeconfig, *flags).stdout.splitlines()))
+    assert lengths["60"] <= 60 < lengths["200"]
+    assert lengths["80"] <= 80
+
+
 @pytest.mark.parametrize(
     ("flags", "bars", "said"),
     [

@@ -17,7 +17,7 @@ from tessera.cli import main
 from tests.support.api_server import SLICES, ObjectApi
 from tests.support.gpus import gpu_of
 from tests.support.scheduling import asked, matching
-from tests.unit.tessera.test_cli import KUBECONFIG
+from tests.unit.tessera.test_cli import KUBECONFIG, on_a_terminal
 
 Object = dict[str, Any]
 GROUP = "/apis/resource.k8s.io/v1"
@@ -564,3 +564,25 @@ def test_a_quantity_may_be_written_as_a_number() -> None:
         [claim("shared", ONE), pod("a", containers=[{"resources": resources}], **OF_CLAIM)], "--nodes", "h100-1"
     )
     assert found["placements"][0]["node"] == "h100-1-1"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("replicas", "nodes", "bars"), [(1, 1, []), (20, 1, ["pods placed"]), (1, 20, ["nodes filled"])]
+)
+def test_long_work_shows_its_progress_on_a_terminal_only(
+    tmp_path: Path, replicas: int, nodes: int, bars: list[str]
+) -> None:
+    spec = {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one"}]}
+    deployment = {
+        "kind": "Deployment",
+        "metadata": {"name": "d"},
+        "spec": {"replicas": replicas, "template": {"spec": spec}},
+    }
+    objects = [template("one", exactly()), {"apiVersion": "apps/v1", **deployment}]
+    options = ("--nodes", f"h100-1={nodes}", "--fill", "gpu-training", "--summary")
+    (tmp_path / "d.yaml").write_text(yaml.safe_dump_all(objects))
+    shown = on_a_terminal({}, "simulate", str(tmp_path / "d.yaml"), *options)
+    assert [bar for bar in ("pods placed", "nodes filled") if bar in shown] == bars
+    assert "GPUs in use" in shown
+    assert run(objects, *options).stderr == ""

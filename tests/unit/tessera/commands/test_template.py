@@ -124,6 +124,14 @@ def test_a_node_that_is_described_has_the_labels_and_the_resources_that_are_give
     assert node["status"]["capacity"] == node["status"]["allocatable"] == {"cpu": "72", "pods": "110"}
 
 
+def test_gpus_that_run_in_mig_mode_after_a_reset_publish_partitions_instead_of_the_full_gpu() -> None:
+    for flags, cut in (((), ""), (("--mig-gpus", "1,3"), "13"), (("--mig-gpus", "all"), "0123")):
+        names = [device["name"] for device in devices_in(printed("--gpus", "sim:a30-4", *flags)[1:])]
+        full = {f"gpu-{number}" for number in "0123" if number not in cut}
+        assert {name for name in names if name.count("-") == 1} == full
+        assert {name.split("-")[1] for name in names if "-mig-" in name} == set(cut)
+
+
 def test_the_slices_count_themselves(like: list[str]) -> None:
     pools = [item["spec"]["pool"] for item in printed(*like, "--name", "new-1")[1:]]
     assert pools == [
@@ -174,6 +182,7 @@ def test_a_gpu_that_is_out_of_order_is_free_in_the_template_and_people_are_told(
     [
         ([], 2, "give either --gpus (such as sim:dgx-h100) or --like"),
         (["--gpus", "sim:cray-1"], 2, "dgx-h100"),
+        (["--gpus", "sim:a30-4", "--mig-gpus", "0;1"], 2, "--mig-gpus 0;1: '0;1' is no index"),
         (["--gpus", "sim:h100-1", "--name", "New"], 2, "--name New: must be a name for a Node object"),
         (["--gpus", "sim:h100-1", "--driver-name", "Bad"], 2, "--driver-name Bad: must be a DNS subdomain"),
         (["--gpus", "sim:h100-1", "--resources", "192"], 2, "'192' is not NAME=QUANTITY, such as cpu=192"),

@@ -176,6 +176,6 @@ def test_drawings_line_up_and_show_what_is_free() -> None:
     assert draw_slices(4, [], 4) == "[....|....|....|....]"
     spans = [Span(4, 4, "3g.40gb"), Span(0, 1, "1g.10gb+me")]
     assert cell_width(spans) == 10
-    assert draw_slices(8, spans, 4) == "[1g.1|....|....|....|3g.40gb------------]"
+    assert draw_slices(8, spans, 4) == "[1g.~|....|....|....|3g.40gb------------]"
     assert len(draw_slices(8, spans, cell_width(spans))) == len(draw_slices(8, [], 10))
     assert draw_placement(8, 4, 2) == "....##.."
