@@ -33,7 +33,7 @@ QUIET_SWEEPS = 2
 """Sweeps in a row that must find nothing to wait for: the scheduler may just have allocated a device that it saw
 before the cordon."""
 
-VERDICTS = {
+RESULTS = {
     HoldState.EVICTABLE: "would be evicted",
     HoldState.ENDING: "being released",
     HoldState.REFUSED: "not now",
@@ -46,7 +46,11 @@ VERDICTS = {
 @click.option("--reason", help="Of the cordon; shown by `tessera status`.  [default: unchanged]")
 @click.option("--dry-run", is_flag=True, help="Change nothing; print which pods would be evicted, and why others stay.")
 @click.option(
-    "--timeout", type=click.FloatRange(1), default=600.0, show_default=True, help="Seconds to wait for the pods."
+    "--timeout",
+    type=click.FloatRange(0, min_open=True),
+    default=600.0,
+    show_default=True,
+    help="Seconds to wait for the pods.",
 )
 @click.option("--namespace", default=NAMESPACE, show_default=True, help="Release namespace, which records evictions.")
 @with_kubeconfig
@@ -65,7 +69,7 @@ def drain(
     """Cordon a GPU, and evict the pods that use it, so that their controllers replace them on other GPUs.
 
     GPU is a UUID, or NODE/gpu-N. The pods of a claim are evicted together or not at all. Those that nothing would
-    replace, or that a PodDisruptionBudget protects, stay and are listed; nothing is deleted. Running it again goes on.
+    replace, or that a PodDisruptionBudget protects, stay and are listed; nothing is deleted. Run it again to continue.
 
     Exit code 0: no claim has a device of the GPU (--dry-run: all pods would be evicted); 1: some stay.
 
@@ -175,13 +179,13 @@ def _is_followed(cluster: PlanEditor, gpu_drain: GpuDrain, name: GpuName, driver
 
 @contextmanager
 def _cordon_kept(name: GpuName, progress: Progress) -> Iterator[None]:
-    """Say, whatever ends the block early, that the GPU stays cordoned, and how to go on or back."""
+    """Say, whatever ends the block early, that the GPU stays cordoned, and how to continue or undo it."""
     try:
         yield
     except (KeyboardInterrupt, ApiError, FatalError, StateError) as error:
         progress.clear()
         raise FatalError(
-            f"{str(error) or 'interrupted'}; {name} stays cordoned: tessera drain {name} goes on, "
+            f"{str(error) or 'interrupted'}; {name} stays cordoned: tessera drain {name} continues, "
             f"tessera uncordon {name} admits new pods again"
         ) from error
 
@@ -201,8 +205,8 @@ def _as_text(name: GpuName, held: Sequence[HeldClaims], evicted: Sequence[str], 
         return f"drained {name} ({name.uuid}): {counted(len(evicted), 'pod')} evicted"
     rows = [
         [printable(", ".join(cell)) or "-" for cell in (claims.claims, claims.devices, claims.pods)]
-        + [f"{VERDICTS[claims.state]}{f': {printable(claims.reason)}' if claims.reason else ''}"]
+        + [f"{RESULTS[claims.state]}{f': {printable(claims.reason)}' if claims.reason else ''}"]
         for claims in held
     ]
     remedies = [f"  {', '.join(claims.pods)}: {claims.remedy}" for claims in held if claims.remedy]
-    return "\n".join([columns(["CLAIM", "DEVICES", "PODS", "VERDICT"], rows), *map(printable, remedies)])
+    return "\n".join([columns(["CLAIM", "DEVICES", "PODS", "RESULT"], rows), *map(printable, remedies)])
