@@ -23,6 +23,8 @@ from contextlib import contextmanager
 FORBIDDEN, NOT_FOUND, CONFLICT, INVALID = 403, 404, 409, 422
 """Expected statuses of an ApiError: not permitted; missing; existing already, or changed meanwhile; not valid."""
 
+TOO_MANY_REQUESTS, SERVER_ERROR = 429, 500
+
 
 class TesseraError(Exception):
     """Root of everything Tessera raises on purpose."""
@@ -56,6 +58,11 @@ class ApiError(RecoverableError):
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether the same request may succeed later: no answer came, or the API server is overloaded or failed."""
+        return self.status is None or self.status == TOO_MANY_REQUESTS or self.status >= SERVER_ERROR
 
 
 @contextmanager

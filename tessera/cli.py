@@ -21,15 +21,17 @@ from driver.logs import with_logs
 log = logging.getLogger(__name__)
 
 OF_THEIR_OWN_MODULE = (
-    "cordon", "kueue", "lint", "map", "simulate", "status", "topology", "uninstall", "usage", "web", "why",
+    "kueue", "lint", "map", "simulate", "status", "topology", "uninstall", "usage", "web", "why",
 )  # fmt: skip
 COMMAND_MODULES = {
     **{name: f"tessera.commands.{name}" for name in OF_THEIR_OWN_MODULE},
     "advise": "tessera.commands.usage",
     "controller": "controller.app",
+    "cordon": "tessera.commands.maintenance.cordon",
+    "drain": "tessera.commands.maintenance.drain",
     "sim": "tessera.sim.commands",
     "template": "tessera.commands.node_template",
-    "uncordon": "tessera.commands.cordon",
+    "uncordon": "tessera.commands.maintenance.cordon",
     "version": "tessera.version",
 }
 """Modules of the commands by name, each loaded only when its command runs: the node plugin must not load them all."""

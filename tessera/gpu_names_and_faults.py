@@ -32,6 +32,11 @@ class GpuName:
     def __str__(self) -> str:
         return f"{self.node}/gpu-{self.number}"
 
+    def has(self, device: str) -> bool:
+        """Whether the device of that name, of its node, is the GPU or a part of it."""
+        number = NUMBER_IN_NAME.match(device)
+        return number is not None and int(number[1]) == self.number
+
 
 @dataclass(frozen=True, slots=True)
 class ReportedFault:

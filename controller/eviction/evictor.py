@@ -6,17 +6,17 @@ read again directly before an eviction, which has the pod's UID as its precondit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from controller.demand.node_eligibility import meets
 from controller.eviction.recent_evictions import RecentEvictions
 from driver.config.shared_flags import SUBDOMAIN
-from driver.errors import CONFLICT, NOT_FOUND, ApiError
-from driver.kube.client import SERVER_ERROR, KubeClient
+from driver.errors import CONFLICT, NOT_FOUND, SERVER_ERROR, ApiError
+from driver.kube.client import KubeClient
 from driver.kube.events import Recorder
 from driver.kube.typed_reads import find_pod, read_all, read_object
 from driver.kube.types import Claim, Expression, Key, OwnerReference, Pod, Reference
@@ -29,9 +29,6 @@ MOST_OF_OWNER = 2
 
 PASS_SECONDS = 1.0
 """Time after which a pass of a trigger leaves what is due to the next one: decisions wait meanwhile."""
-
-ADMIN_ACCESS = "it has adminAccess"
-"""Why the pods of such a claim are not evicted."""
 
 
 class Trigger(StrEnum):
@@ -47,6 +44,31 @@ class Outcome(StrEnum):
     EVICTED = "evicted"
     PROTECTED = "protected"
     REFUSED = "refused"
+
+
+class ProtectionRule(StrEnum):
+    """What protects a pod from eviction. A disruption budget may admit the eviction soon; the others last."""
+
+    ADMIN_ACCESS = "AdminAccess"
+    NO_CONTROLLER = "NoController"
+    BOUND_TO_NODE = "BoundToNode"
+    OWNER_LIMIT = "OwnerLimit"
+    JOB_RETRIES = "JobRetries"
+    DISRUPTION_BUDGET = "DisruptionBudget"
+
+
+class Protection(NamedTuple):
+    """The rule that protects a pod, and the reason for people."""
+
+    rule: ProtectionRule
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+ADMIN_ACCESS = Protection(ProtectionRule.ADMIN_ACCESS, "it has adminAccess")
+"""Why the pods of such a claim are not evicted."""
 
 
 class FailurePattern(msgspec.Struct, frozen=True):
@@ -129,25 +151,27 @@ class DisruptionBudget(msgspec.Struct, frozen=True):
     status: BudgetStatus = BudgetStatus()
 
     def protects(self, pod: Pod) -> bool:
-        """Whether it forbids to evict ``pod``, which is not healthy (KEP-3017)."""
+        """Whether it forbids to evict ``pod`` (KEP-3017): it must have a healthy pod to spare if ``pod`` is Ready."""
         if self.spec.selector is None or not self.spec.selector.selects(pod.metadata.labels):
             return False
-        if self.spec.unhealthy_pod_eviction_policy == "AlwaysAllow":
+        is_ready = any(condition.type == "Ready" and condition.status == "True" for condition in pod.status.conditions)
+        if not is_ready and self.spec.unhealthy_pod_eviction_policy == "AlwaysAllow":
             return False
         is_counted = self.status.observed_generation >= self.metadata.generation
-        return not is_counted or self.status.current_healthy < self.status.desired_healthy
+        spare = self.status.current_healthy - self.status.desired_healthy
+        return not is_counted or spare < (1 if is_ready else 0)
 
 
 JOB = msgspec.json.Decoder(Job)
 
 
 class Evictor:
-    """For one thread."""
+    """For one thread. Without ``recorder`` there are no Events about its evictions."""
 
     def __init__(
         self,
         client: KubeClient,
-        recorder: Recorder,
+        recorder: Recorder | None,
         recent: RecentEvictions,
         metrics: ControllerMetrics | None = None,
     ) -> None:
@@ -170,7 +194,7 @@ class Evictor:
                     pods.append(pod)
         return pods
 
-    def protection(self, pods: Sequence[Pod]) -> str | None:
+    def protection(self, pods: Sequence[Pod]) -> Protection | None:
         """Why ``pods``, which are of one namespace, must not be evicted together, or None.
 
         Raises ApiError: what can not be read protects, too.
@@ -183,15 +207,17 @@ class Evictor:
         namespace = pods[0].metadata.namespace
         owners = [owner for pod in pods if (owner := owner_of(pod)) is not None]
         for owner in dict.fromkeys(owners):
-            protected = self.owner_limit(owner, pods) or self._job_protection(owner, pods)
-            if protected is not None:
+            if (limit := self.owner_limit(owner, pods)) is not None:
+                return Protection(ProtectionRule.OWNER_LIMIT, limit)
+            if (protected := self._job_protection(owner, pods)) is not None:
                 return protected
         path = f"/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets"
         budgets = read_all(self._client, path, DisruptionBudget)
         protecting = sorted(budget.metadata.name for budget in budgets if any(map(budget.protects, pods)))
-        return f"PodDisruptionBudget {protecting[0]} forbids it" if protecting else None
+        reason = f"PodDisruptionBudget {protecting[0]} forbids it" if protecting else ""
+        return Protection(ProtectionRule.DISRUPTION_BUDGET, reason) if protecting else None
 
-    def _job_protection(self, owner: OwnerReference, pods: Sequence[Pod]) -> str | None:
+    def _job_protection(self, owner: OwnerReference, pods: Sequence[Pod]) -> Protection | None:
         if owner.kind != "Job" or not owner.api_version.startswith("batch/"):
             return None
         namespace = pods[0].metadata.namespace
@@ -199,10 +225,19 @@ class Evictor:
         # The Job's controller may not have counted the last ones yet.
         if job.goes_on(sum(self._of_owner(owner, pods))):
             return None
-        return f"Job {owner.name} would count it as a failure and has no retries left (podFailurePolicy)"
+        reason = f"Job {owner.name} would count it as a failure and has no retries left (podFailurePolicy)"
+        return Protection(ProtectionRule.JOB_RETRIES, reason)
 
-    def evict(self, pod: Pod, trigger: Trigger, *, is_rehearsal: bool = False) -> bool:
-        """Evict ``pod``, or only ask whether the API server would; False: it is gone. Raises ApiError."""
+    def evict_all(self, pods: Iterable[Pod], trigger: Trigger | None) -> Iterator[Pod]:
+        """Evict ``pods`` after the API server has agreed to each, and yield those that were. Raises ApiError."""
+        evictable = [pod for pod in pods if self.evict(pod, trigger, is_rehearsal=True)]
+        yield from (pod for pod in evictable if self.evict(pod, trigger))
+
+    def evict(self, pod: Pod, trigger: Trigger | None, *, is_rehearsal: bool = False) -> bool:
+        """Evict ``pod``, or only ask whether the API server would; False: it is gone. Raises ApiError.
+
+        ``trigger``: None if a person evicts it, which no metric counts.
+        """
         metadata = pod.metadata
         about = {"name": metadata.name, "namespace": metadata.namespace}
         options: dict[str, Any] = {"preconditions": {"uid": metadata.uid}}
@@ -237,23 +272,26 @@ class Evictor:
         uids = {pod.metadata.uid for pod in pods if (of_pod := owner_of(pod)) is not None and of_pod.uid == owner.uid}
         return self.recent.of_owner(_owner_key(pods[0].metadata.namespace, owner), uids), len(uids)
 
-    def count(self, trigger: Trigger, outcome: Outcome) -> None:
-        if self._metrics is not None:
+    def count(self, trigger: Trigger | None, outcome: Outcome) -> None:
+        if self._metrics is not None and trigger is not None:
             self._metrics.eviction(trigger, outcome)
 
     def tell(self, about: Iterable[Reference], reason: str, message: str) -> None:
         """Record a warning on each of ``about``."""
-        for reference in about:
-            self._recorder.event(reference, reason, message, "Warning")
+        if self._recorder is not None:
+            for reference in about:
+                self._recorder.event(reference, reason, message, "Warning")
 
 
-def own_protection(pod: Pod) -> str | None:
+def own_protection(pod: Pod) -> Protection | None:
     """Why a pod of this kind is never evicted, or None."""
     owner = owner_of(pod)
     if owner is None:
-        return "it has no controller that would replace it, so it must be deleted"
+        reason = "it has no controller that would replace it, so it must be deleted"
+        return Protection(ProtectionRule.NO_CONTROLLER, reason)
     if owner.kind in ("DaemonSet", "Node"):
-        return f"a pod of a {'DaemonSet' if owner.kind == 'DaemonSet' else 'static manifest'} would come back here"
+        kind = "DaemonSet" if owner.kind == "DaemonSet" else "static manifest"
+        return Protection(ProtectionRule.BOUND_TO_NODE, f"a pod of a {kind} would come back here")
     return None
 
 

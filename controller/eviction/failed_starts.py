@@ -201,10 +201,7 @@ class FailedStarts:
 
     def _evict(self, start: FailedStart, claim: Claim, pods: list[Pod], message: str) -> None:
         """Evict ``pods`` after the API server has agreed to each. Raises ApiError; a later attempt evicts the rest."""
-        evictable = [pod for pod in pods if self._evictor.evict(pod, Trigger.FAILED_START, is_rehearsal=True)]
-        for pod in evictable:
-            if not self._evictor.evict(pod, Trigger.FAILED_START):
-                continue
+        for pod in self._evictor.evict_all(pods, Trigger.FAILED_START):
             self._begun.add(start.key)
             self._tell(claim, [pod], message)
             extra = {"pod": str(pod.metadata.key), "node": start.node, "claim": start.unprepared.claim}

@@ -9,10 +9,8 @@ from functools import cached_property
 
 import msgspec
 
-from controller.cluster.cache import TEMPLATE_HASH
 from controller.demand.node_eligibility import Excluded
 from controller.demand.pending_claims import PendingClaim
-from controller.eviction.evictor import owner_of
 from controller.eviction.failed_starts import FailedStart
 from controller.explain.events import ALLOCATED, NO_POD, NOT_USED
 from controller.explain.helpful_changes import HelpfulChange, changes_that_admit, changes_that_help
@@ -22,7 +20,7 @@ from controller.explain.sources.causes_in_pods_and_claims import AllocatedPods
 from controller.explain.sources.scheduler_reports import report_of
 from controller.report.cluster_view import ClusterView
 from controller.report.unprepared_claims import STAYS, next_step, sentence
-from driver.kube.types import Claim, Key, Pod, Reference
+from driver.kube.types import Claim, Key, Pod
 
 NOT_PREPARED = "NotPrepared"
 """Allocated, but its node has not prepared it yet."""
@@ -255,17 +253,6 @@ def _products(available: Availability) -> Iterator[ProductCount]:
 
 def _reports(pods: Sequence[Pod]) -> tuple[tuple[str, str], ...]:
     return tuple((pod.metadata.name, report.message) for pod in pods if (report := report_of(pod)) is not None)
-
-
-def workload_of(pod: Pod) -> Reference | None:
-    """The controller of ``pod``, or the Deployment if that is a ReplicaSet of one; None: the pod has none."""
-    owner = owner_of(pod)
-    if owner is None:
-        return None
-    ending, namespace = f"-{pod.metadata.labels.get(TEMPLATE_HASH)}", pod.metadata.namespace
-    if owner.kind == "ReplicaSet" and owner.name.endswith(ending):
-        return Reference("Deployment", owner.name.removesuffix(ending), namespace)
-    return Reference(owner.kind, owner.name, namespace)
 
 
 def key_of(name: str, namespace: str) -> Key:

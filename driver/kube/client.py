@@ -20,7 +20,7 @@ import msgspec
 
 from driver.client_connections import CHUNK_BYTES
 from driver.clock import Clock
-from driver.errors import CONFLICT, NOT_FOUND, ApiError, accepted_status
+from driver.errors import CONFLICT, NOT_FOUND, SERVER_ERROR, ApiError, accepted_status
 from driver.kube.credentials import Access, CredentialsError
 from driver.kube.credentials import load_configuration as load_configuration
 from driver.kube.json_sanitizing import decode
@@ -43,7 +43,7 @@ RequestObserver = Callable[[str, str, Mapping[str, str] | None, int | None, floa
 """Called after each request: method, path, query, HTTP status (None if no complete response arrived), seconds."""
 
 
-UNAUTHORIZED, SERVER_ERROR = 401, 500
+UNAUTHORIZED = 401
 
 
 class _Outcome:

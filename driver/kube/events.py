@@ -43,7 +43,6 @@ MAX_KNOWN = 4096
 """Events of which count and message are remembered."""
 
 IDLE_INTERVAL_SECONDS = 3600.0
-TOO_MANY_REQUESTS, SERVER_ERROR = 429, 500
 
 Type = Literal["Normal", "Warning"]
 Identity = tuple[str, str, str, str, str]
@@ -189,11 +188,10 @@ class Recorder:
         return True
 
     def _refused(self, key: Identity, waiting: Waiting, error: ApiError) -> bool:
-        transient = error.status is None or error.status == TOO_MANY_REQUESTS or error.status >= SERVER_ERROR
         extra = {"object": waiting.about.name, "reason": waiting.reason, "error": str(error)}
-        text = "an Event can't be written, trying again" if transient else "an Event can't be written"
+        text = "an Event can't be written, trying again" if error.is_transient else "an Event can't be written"
         log.warning(text, extra=extra)
-        if transient:
+        if error.is_transient:
             with self._lock:
                 if (written := self._written.get(key)) is not None:
                     written.message = ""  # it is unknown which of both is stored
@@ -203,7 +201,7 @@ class Recorder:
                 else:
                     newer.count += waiting.count
                     self._put(key, newer)
-        return not transient
+        return not error.is_transient
 
     def _write(self, key: Identity, waiting: Waiting) -> Written:
         """Update the Event if it exists, else create it. Raises ApiError."""

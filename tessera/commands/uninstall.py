@@ -6,7 +6,6 @@ import signal
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http import HTTPStatus
 from pathlib import Path
 
 import click
@@ -129,8 +128,7 @@ def _none(items: Callable[[], object]) -> bool:
     try:
         return not items()
     except ApiError as error:
-        refused = error.status is not None and error.status < HTTPStatus.INTERNAL_SERVER_ERROR
-        if refused and error.status != HTTPStatus.TOO_MANY_REQUESTS:
+        if not error.is_transient:
             raise
         return False
 

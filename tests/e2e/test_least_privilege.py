@@ -150,7 +150,7 @@ def uninstall(cluster: Cluster) -> None:
 
 
 def unused(report: Report) -> list[Grant]:
-    """The rights that nothing used, but for those to see what protects a pod, which ``test_failed_starts`` uses."""
+    """The rights that nothing used, but for those to see what protects a pod, which ``test_evictions`` uses."""
     return [grant for grant in report.unused if grant.group not in ("batch", "policy")]
 
 

@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 from controller.cluster.cache import TEMPLATE_HASH
 from controller.demand.pending_claims import PendingClaim
+from controller.eviction.evictor import owner_of
 from controller.explain.reason import ClaimReason
 from controller.explain.situation import Lookups
 from controller.explain.sources.availability import holders_of
 from controller.explain.sources.causes_in_pods_and_claims import MAX_LOOKUPS_ONCE, LookedUp
 from controller.explain.sources.lacking_devices import Reasoning
 from driver.clock import Clock
-from driver.kube.types import Key, Pod
+from driver.kube.types import Key, Pod, Reference
 
 MAX_HOLDERS = 5
 """Holding claims whose pods are looked up for one pending claim."""
@@ -63,20 +64,22 @@ class HoldingPods:
         return holders
 
 
-def _replica_set(pod: Pod) -> tuple[str, str] | None:
-    """The Deployment whose ReplicaSet made ``pod``, and the hash of its pod template; None: none did."""
-    template_hash = pod.metadata.labels.get(TEMPLATE_HASH, "")
-    for owner in pod.metadata.owner_references:
-        if owner.kind == "ReplicaSet" and owner.controller and template_hash and owner.name.endswith(template_hash):
-            return owner.name.removesuffix(f"-{template_hash}"), template_hash
-    return None
+def workload_of(pod: Pod) -> Reference | None:
+    """The controller of ``pod``, or the Deployment if that is a ReplicaSet of one; None: the pod has none."""
+    owner = owner_of(pod)
+    if owner is None:
+        return None
+    ending, namespace = f"-{pod.metadata.labels.get(TEMPLATE_HASH)}", pod.metadata.namespace
+    if owner.kind == "ReplicaSet" and owner.name.endswith(ending):
+        return Reference("Deployment", owner.name.removesuffix(ending), namespace)
+    return Reference(owner.kind, owner.name, namespace)
 
 
 def _is_replaced_by(holder: Pod, waiting: Pod) -> bool:
-    """Whether both are pods of one Deployment, of different templates."""
-    old, new = _replica_set(holder), _replica_set(waiting)
-    same_namespace = holder.metadata.namespace == waiting.metadata.namespace
-    return same_namespace and old is not None and new is not None and old[0] == new[0] and old[1] != new[1]
+    """Whether both are pods of one Deployment, of different pod templates."""
+    workload, hashes = workload_of(waiting), {pod.metadata.labels.get(TEMPLATE_HASH) for pod in (holder, waiting)}
+    is_of_deployment = workload is not None and workload.kind == "Deployment"
+    return is_of_deployment and workload_of(holder) == workload and len(hashes) > 1
 
 
 def relations(waiting: Pod, holders: Sequence[HoldingPod]) -> Iterator[str]:

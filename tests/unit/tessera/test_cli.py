@@ -66,6 +66,7 @@ def test_help_of_every_command_has_examples() -> None:
         ("node",),
         ("cordon",),
         ("uncordon",),
+        ("drain",),
         ("template",),
         ("kueue",),
         ("kueue", "config"),

@@ -14,7 +14,14 @@ from tests.harness.certs import Authority
 NOBODY = "https://127.0.0.1:1"
 
 
-ASKING = ["status", "uninstall --check", "cordon node-a/gpu-0", "uncordon node-a/gpu-0", "sim fleet --nodes 1"]
+ASKING = [
+    "status",
+    "uninstall --check",
+    "cordon node-a/gpu-0",
+    "uncordon node-a/gpu-0",
+    "drain node-a/gpu-0",
+    "sim fleet --nodes 1",
+]
 
 each_that_asks = pytest.mark.parametrize("command", ASKING)
 

@@ -1,4 +1,4 @@
-"""Pods whose GPU refuses to be cut, on a real node with a controller: they are moved, and the GPU comes back."""
+"""Pods that are moved off a GPU that refuses to be cut, or that is drained, on a real node with a controller."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def pods_of(cluster: Cluster, job: str) -> dict[str, dict[str, Any]]:
     return {pod["metadata"]["name"]: pod for pod in pods if pod["metadata"].get("labels", {}).get("job-name") == job}
 
 
-def job(cluster: Cluster, workloads: Workloads, name: str) -> None:
-    """A Job of one pod, with a claim of its own from a template."""
+def pod_spec(workloads: Workloads, name: str) -> dict[str, Any]:
+    """A pod with a claim of its own from a template."""
     container = {
         "name": "main",
         "image": "docker.io/tessera/busybox:local",
@@ -77,13 +77,16 @@ def job(cluster: Cluster, workloads: Workloads, name: str) -> None:
         "resources": {"claims": [{"name": "gpu"}]},
     }
     template = workloads.template(name, request(SMALL))
-    spec = {
-        "restartPolicy": "Never",
+    return {
         "hostNetwork": True,
         "terminationGracePeriodSeconds": 0,
         "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": template}],
         "containers": [container],
     }
+
+
+def job(cluster: Cluster, workloads: Workloads, name: str) -> None:
+    spec = {"restartPolicy": "Never", **pod_spec(workloads, name)}
     body = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": {"template": {"spec": spec}}}
     cluster.api.post("/apis/batch/v1/namespaces/default/jobs", body)
 
@@ -158,3 +161,73 @@ def test_while_the_driver_of_a_node_is_missing_it_gets_no_pods_and_everybody_is_
     workloads.running(pod)
     wait_for(lambda: not plan(cluster, node.node.name)["status"].get("conditions"), SOON_S, "the condition has ended")
     workloads.delete_pods("late")
+
+
+DEPLOYMENTS, BUDGETS = (
+    "/apis/apps/v1/namespaces/default/deployments",
+    "/apis/policy/v1/namespaces/default/poddisruptionbudgets",
+)
+WEB = {"app": "web"}
+
+
+def running_web(cluster: Cluster) -> dict[str, str]:
+    """UID and claim of each pod of the Deployment that runs and is not ending."""
+    pods = [pod for pod in cluster.api.get(PODS)["items"] if pod["metadata"].get("labels", {}).get("app") == "web"]
+    return {
+        pod["metadata"]["uid"]: pod["status"]["resourceClaimStatuses"][0]["resourceClaimName"]
+        for pod in pods
+        if pod["status"]["phase"] == "Running" and "deletionTimestamp" not in pod["metadata"]
+    }
+
+
+def test_a_drained_gpu_is_free_once_its_pods_have_moved_and_the_pods_that_stay_are_named(
+    cluster: Cluster, node: PluginProcess
+) -> None:
+    workloads = Workloads(cluster)
+    template = {"metadata": {"labels": WEB}, "spec": pod_spec(workloads, "web")}
+    spec = {"replicas": 1, "selector": {"matchLabels": WEB}, "template": template}
+    cluster.api.post(
+        DEPLOYMENTS, {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "web"}, "spec": spec}
+    )
+    first = wait_for(lambda: running_web(cluster), SOON_S, "the pod of the Deployment")
+    [device] = workloads.allocated(*first.values())
+    uuid, number = node.devices()[device]["attributes"]["parentUUID"]["string"], device.split("-")[1]
+    gpu = f"{node.node.name}/gpu-{number}"
+    on_gpu = request(SMALL, selector=f'device.attributes["{DRIVER}"].parentUUID == "{uuid}"')
+    workloads.running(workloads.pod("bare", workloads.claim("bare", on_gpu)))
+    budget = {"minAvailable": 1, "selector": {"matchLabels": WEB}}
+    cluster.api.post(BUDGETS, {"metadata": {"name": "web"}, "spec": budget})
+    counted = "the budget counts the pod"
+    wait_for(lambda: cluster.api.get(f"{BUDGETS}/web").get("status", {}).get("currentHealthy"), SOON_S, counted)
+
+    before = plan(cluster, node.node.name)["spec"].get("cordoned", [])
+    dry = run_tessera(cluster, "drain", gpu, "--dry-run")
+    assert dry.exit_code == 1
+    assert "PodDisruptionBudget web forbids it" in dry.stdout
+    assert "default/bare: delete it when it has done its work" in dry.stdout
+    assert plan(cluster, node.node.name)["spec"].get("cordoned", []) == before
+
+    protected = run_tessera(cluster, "drain", gpu, "--reason", "fan", "--timeout", "10")
+    assert protected.exit_code == 1
+    assert "not now: PodDisruptionBudget web forbids it" in protected.stdout
+    assert running_web(cluster) == first
+    cluster.api.request("DELETE", f"{BUDGETS}/web")
+
+    partly = run_tessera(cluster, "drain", gpu, "--timeout", str(SOON_S))
+    assert partly.exit_code == 1
+    assert "default/bare" in partly.stdout
+    assert "web" not in partly.stdout
+    assert f"{gpu} is still in use: 1 claim; {gpu} stays cordoned" in partly.stderr
+    moved = wait_for(lambda: running_web(cluster), SOON_S, "the next pod of the Deployment")
+    assert moved.keys().isdisjoint(first)
+    [other] = workloads.allocated(*moved.values())
+    assert other.split("-")[1] != number
+    assert workloads.node("bare") == node.node.name
+
+    workloads.end_pods("bare")
+    drained = run_tessera(cluster, "drain", gpu, "--timeout", str(SOON_S))
+    assert (drained.exit_code, drained.stdout) == (0, f"drained {gpu} ({uuid}): 0 pods evicted\n")
+    assert [partition for partition in node.partitions() if partition["gpu"] == int(number)] == []
+    cluster.api.request("DELETE", f"{DEPLOYMENTS}/web")
+    workloads.delete_all()
+    assert run_tessera(cluster, "uncordon", gpu).exit_code == 0
