@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -199,10 +200,13 @@ class OtherDrivers:
         if not need.alternative.takes_all and len(usable) < need.alternative.count:
             return f"{is_free}, the request asks for {need.alternative.count}"
         value_of = self.queue.feasibility.matching.value
+        wanted = len(usable) if need.alternative.takes_all else need.alternative.count
         for attribute in need.attributes:
-            ours = {value_of(gpu, spot, attribute) for gpu, spot in offered}
             typed = [value for device in usable if (value := device.attribute(need.driver, attribute)) is not None]
-            values = {(type(value), value) for _, value in typed if not isinstance(value, list)}
-            if ours.isdisjoint(values):
-                return f"{is_free}, but {'has' if len(usable) == 1 else 'have'} not the same {attribute} as the GPU"
+            numbers = Counter((type(value), value) for _, value in typed if not isinstance(value, list))
+            same = max((numbers[value_of(gpu, spot, attribute)] for gpu, spot in offered), default=0)
+            if same < wanted:
+                has_not = "has not" if len(usable) == 1 else "have not"
+                has = f"only {same} {'has' if same == 1 else 'have'}" if same else has_not
+                return f"{is_free}, but {has} the same {attribute} as the GPU"
         return ""

@@ -33,7 +33,8 @@ STATES = re.compile(rf"(?:the only device|of the (\d) devices) of {NIC} on node 
 PART = re.compile(
     r"(?:(\d) )?(?:(?:is|are) (?:(?P<held>held by (?:claim|\d claims:) (?P<claims>default/[\w-]+(?:, default/[\w-]+)*))"
     r"|(?P<unselected>not selected by (?P<selector>.+?))|(?P<tainted>tainted \((?P<taint>[^)]+)\))"
-    r"|(?P<free>free(?:, the request asks for \d|, but ha(?:s|ve) not the same (?P<attribute>\S+) as the GPU)?))"
+    r"|(?P<free>free(?:, the request asks for \d"
+    r"|, but (?:ha(?:s|ve) not|only \d ha(?:s|ve)) the same (?P<attribute>\S+) as the GPU)?))"
     r"|(?P<seems>seems? to be free))(?:, |$)"
 )
 

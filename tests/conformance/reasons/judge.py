@@ -54,10 +54,9 @@ class RealScheduler:
         self._wave = 0
         self._allocatable: dict[str, dict[str, str]] = {}
         """Of the nodes that have not what a node object has by default."""
-        for index in range(WAVE):
-            for node in NODES:
-                cluster.add_node_object(_name(index, node))
-        cluster.add_node_object("barrier")
+        names = [_name(index, node) for index in range(WAVE) for node in NODES]
+        with ThreadPoolExecutor(WRITERS) as writers:
+            list(writers.map(cluster.add_node_object, [*names, "barrier"]))
 
     def reports(self, situations: Sequence[Situation]) -> Iterator[Pod]:
         """For each, its pending pod as the API server has it after the scheduler has tried it."""

@@ -121,6 +121,12 @@ def test_a_toleration_of_the_request_counts() -> None:
     assert f"the only device of {NIC} on node a is free, the request asks for 2" in sentence
 
 
+def test_enough_nics_on_different_pcie_roots_are_not_enough() -> None:
+    nics = nic("nic-0", root="pci0000:00"), nic("nic-1", root="pci0000:ff")
+    sentence = reason_of(waiting_for(count=2), [nic_slice(*nics)])
+    assert f"of the 2 devices of {NIC} on node a, 2 are free, but only 1 has the same {ROOT} as the GPU" in sentence
+
+
 def test_an_attribute_of_a_kind_that_is_not_known_is_no_cause() -> None:
     strange = nic("nic-0") | {"attributes": {"speed": {"decimal": "4.5"}}}
     assert "is not selected" not in reason_of(waiting_for(), [nic_slice(strange)])
