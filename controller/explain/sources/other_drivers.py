@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -169,9 +169,9 @@ class OtherDrivers:
         all_of_them = "the only device" if only else f"of the {len(devices)} devices"
         text = f"{all_of_them} of {need.driver} on node {node}{' ' if only else ', '}{', '.join(parts)}"
         takes_all = need.alternative.takes_all
-        held, wanted = len(states.get("held", [])), 1 if takes_all else need.alternative.count
+        held, count = len(states.get("held", [])), 1 if takes_all else need.alternative.count
         seems_met = bool(usable) and not cause and not (takes_all and states)
-        return UnmetNeed(text, not held or held + len(usable) < wanted, seems_met)
+        return UnmetNeed(text, not held or held + len(usable) < count, seems_met)
 
     def _state(self, need: _Need, selector: Selector | None, pool: str, device: DetailedDevice) -> str | None:
         """Why the request can not have the device, held or not; None: it could."""
@@ -200,12 +200,13 @@ class OtherDrivers:
         if not need.alternative.takes_all and len(usable) < need.alternative.count:
             return f"{is_free}, the request asks for {need.alternative.count}"
         value_of = self.queue.feasibility.matching.value
-        wanted = len(usable) if need.alternative.takes_all else need.alternative.count
+        count = len(usable) if need.alternative.takes_all else need.alternative.count
         for attribute in need.attributes:
             typed = [value for device in usable if (value := device.attribute(need.driver, attribute)) is not None]
-            numbers = Counter((type(value), value) for _, value in typed if not isinstance(value, list))
+            values = ((type(value), value) for _, value in typed if not isinstance(value, list))
+            numbers: Counter[Hashable] = Counter(values)
             same = max((numbers[value_of(gpu, spot, attribute)] for gpu, spot in offered), default=0)
-            if same < wanted:
+            if same < count:
                 has_not = "has not" if len(usable) == 1 else "have not"
                 has = f"only {same} {'has' if same == 1 else 'have'}" if same else has_not
                 return f"{is_free}, but {has} the same {attribute} as the GPU"

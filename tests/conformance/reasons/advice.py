@@ -293,11 +293,13 @@ def counted(there: Situation, sentence: str) -> Iterator[Question]:
             continue
         usable, loose = numbers["free"], _without_constraints(there)
         yield from _at_most(loose, usable, f"of the NICs {usable} are free: {text}")
-        loose, usable = ended(loose, named), usable + numbers["held"]
-        yield from _at_most(loose, usable, f"without the named holders {usable} are free: {text}")
-        loose = _with_slices(ended(loose, holders(there)), _without_taints)
-        loose.taint_rules, usable = [], usable + numbers["tainted"]
-        yield from _at_most(loose, usable, f"without claims and taints {usable} are free: {text}")
+        if named:
+            loose, usable = ended(loose, named), usable + numbers["held"]
+            yield from _at_most(loose, usable, f"without the named holders {usable} are free: {text}")
+        if numbers["tainted"] or holders(loose):
+            loose, usable = _with_slices(ended(loose, holders(loose)), _without_taints), usable + numbers["tainted"]
+            loose.taint_rules = []
+            yield from _at_most(loose, usable, f"without claims and taints {usable} are free: {text}")
 
 
 def _at_most(there: Situation, count: int, sentence: str) -> Iterator[Question]:

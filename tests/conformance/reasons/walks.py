@@ -64,9 +64,8 @@ class Walk:
             self.false.append(f"doing what is said does not help: {sentence} [{message_of(pod)}]")
             return False
         self.questions += counted(self.now, sentence)
-        if reason.permanent:
-            everything = ended(self.now, holders(self.now))
-            self.questions.append(Question(everything, False, f"permanent, whatever claims end: {sentence}"))
+        if reason.permanent and (names := holders(self.now)):
+            self.questions.append(Question(ended(self.now, names), False, f"whatever claims end: {sentence}"))
         for fix in new:
             self._fixes.append((fix, sentence))
             self.now = fix.change(self.now)
@@ -75,7 +74,8 @@ class Walk:
     def _needed(self) -> Iterator[Question]:
         """No fix can be left out."""
         for fix, sentence in self._fixes:
-            for too_little in (_unchanged, *fix.too_little):
+            # Without the only one, the scheduler has reported that the pod does not fit.
+            for too_little in fix.too_little or ([_unchanged] if len(self._fixes) > 1 else []):
                 there = self._first
                 for other, _ in self._fixes:
                     there = (too_little if other is fix else other.change)(there)
