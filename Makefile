@@ -142,7 +142,7 @@ SITUATIONS ?= 2000
 conformance-allocator: binaries ## compare the allocator of `tessera simulate` with the real scheduler (SCENARIOS=; 4 minutes, root)
 	@$(RUN)/python -m tests.conformance.allocator --scenarios $(SCENARIOS)
 
-conformance-reasons: binaries ## check on the real scheduler what is said of pending claims, by doing it (SITUATIONS=; 15 minutes, root)
+conformance-reasons: binaries ## check on the real scheduler what is said of pending claims and pods, by doing it (SITUATIONS=; 25 minutes, root)
 	@$(RUN)/python -m tests.conformance.reasons --situations $(SITUATIONS)
 
 conformance-upstream: binaries ## try Tessera with the scheduler as kubernetes#140806 would make it, and as it is (8 minutes, root)

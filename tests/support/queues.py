@@ -11,6 +11,7 @@ from controller.cluster.claim_index import ClaimIndex, ClusterState
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import PendingClaim, Queue
+from driver.kube.slice_types import DetailedSlice
 from driver.kube.types import Claim, ClaimTemplate, DeviceClass, DeviceTaintRule, Key, Node, Pod, PodGroup
 from driver.model.gpu import Gpu
 from tests.support.gpus import H100, gpu_of
@@ -78,6 +79,8 @@ class Situation:
     pod_groups: dict[Key, PodGroup] = field(default_factory=dict)
     taint_rules: list[DeviceTaintRule] = field(default_factory=list)
     templates: list[ClaimTemplate] = field(default_factory=list)
+    slices: list[DetailedSlice] = field(default_factory=list)
+    """Of other drivers."""
 
     def __post_init__(self) -> None:
         self.device_class("any", OURS)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -45,6 +46,18 @@ class _Need(NamedTuple):
         return self.claim.claim.metadata.key
 
 
+class UnmetNeed(NamedTuple):
+    """What a node has for a request.
+
+    permanent  the end of other claims does not help
+    seems_met  no cause is known why the scheduler takes nothing for it
+    """
+
+    text: str
+    permanent: bool = True
+    seems_met: bool = False
+
+
 @dataclass(frozen=True)
 class OtherDrivers:
     """For one situation. ``looked_up``: the slices of other drivers, looked up again after a while."""
@@ -53,17 +66,20 @@ class OtherDrivers:
     lookups: Lookups
     looked_up: LookedUp
 
-    def needs(self, pending: PendingClaim, pod: Pod, node: str, offered: Sequence[tuple[FleetGpu, Spot]]) -> list[str]:
+    def unmet(
+        self, pending: PendingClaim, pod: Pod, node: str, offered: Sequence[tuple[FleetGpu, Spot]]
+    ) -> list[UnmetNeed]:
         """The requests of the pod's claims that are for no device of ours, and what ``node`` has for each.
 
-        ``offered``: our devices that are offered on the node.
+        Those that seem to be met are left out if others are not. ``offered``: our devices that the node offers.
         """
-        return [
-            f"request {need.request.name}{'' if need.claim is pending else f' of claim {need.key.name}'} "
-            f"(class {need.alternative.device_class_name}): {self._has_for(need, node, offered)}"
-            for claim in self.queue.of_pod(pod)
-            for need in self._of_claim(claim)
-        ]
+        needs = []
+        for need in (need for claim in self.queue.of_pod(pod) for need in self._of_claim(claim)):
+            of_claim = "" if need.claim is pending else f" of claim {need.key.name}"
+            name = f"request {need.request.name}{of_claim} (class {need.alternative.device_class_name})"
+            has = self._has_for(need, node, offered)
+            needs.append(has._replace(text=f"{name}: {has.text}"))
+        return [need for need in needs if not need.seems_met] or needs
 
     def _of_claim(self, claim: PendingClaim) -> list[_Need]:
         ours = {request.name for request in self.queue.requests(claim)}
@@ -93,25 +109,25 @@ class OtherDrivers:
         named = (DRIVER.search(selector.cel.expression) for selector in selectors if selector.cel)
         return next((match[1] for match in named if match), "")
 
-    def _has_for(self, need: _Need, node: str, offered: Sequence[tuple[FleetGpu, Spot]]) -> str:
+    def _has_for(self, need: _Need, node: str, offered: Sequence[tuple[FleetGpu, Spot]]) -> UnmetNeed:
         slices: Sequence[DetailedSlice] | None = None
         if need.driver:
             slices = self.looked_up.get(need.driver, partial(self.lookups.slices_of, need.driver))
         if slices is None or any(not item.spec.node_name for item in slices):
             # Not known, or some of its devices are not bound to a node.
             same = f" and the same {listed(need.attributes)} as the GPU" if need.attributes else ""
-            return f"none that it selects{same} is free on node {node}"
+            return UnmetNeed(f"none that it selects{same} is free on node {node}")
         newest = newest_generation(slices, lambda item: (item.spec.pool.name, item.spec.pool.generation))
         pools = {pool: parts for pool, parts in newest.items() if parts[0].spec.node_name == node}
         if not any(part.spec.devices for parts in pools.values() for part in parts):
             others = sorted({item.spec.node_name for item in slices if item.spec.devices} - {node})
             have = "has" if len(others) == 1 else "have"
             elsewhere = f"only {listed(others)} {have} one" if others else "nor has any other"
-            return f"node {node} has no device of {need.driver}, {elsewhere}"
+            return UnmetNeed(f"node {node} has no device of {need.driver}, {elsewhere}")
         for pool, parts in pools.items():
             if len(parts) != parts[0].spec.pool.resource_slice_count:
                 number = f"{len(parts)} of {parts[0].spec.pool.resource_slice_count} ResourceSlices"
-                return (
+                return UnmetNeed(
                     f"the scheduler takes none of {need.driver} from node {node}, whose pool {pool} is incomplete "
                     f"({number})"
                 )
@@ -124,7 +140,7 @@ class OtherDrivers:
         node: str,
         devices: Sequence[tuple[str, DetailedDevice]],
         offered: Sequence[tuple[FleetGpu, Spot]],
-    ) -> str:
+    ) -> UnmetNeed:
         """How many of ``devices``, all that the driver has on the node, can not be taken, and why."""
         reader, namespace = self.queue.reader, need.claim.claim.metadata.namespace
         selector = reader.selector_of_any(need.alternative, namespace, need.driver)
@@ -146,10 +162,16 @@ class OtherDrivers:
             f"{'' if only else f'{len(group)} '}{'is' if len(group) == 1 else 'are'} {state}{by * (state == 'held')}"
             for state, group in states.items()
         ]
+        cause = self._of_usable(need, usable, offered) if usable else ""
         if usable:
-            parts.append(f"{'' if only else f'{len(usable)} '}{self._of_usable(need, usable, offered)}")
+            seems = f"{'seems' if len(usable) == 1 else 'seem'} to be free"
+            parts.append(f"{'' if only else f'{len(usable)} '}{cause or seems}")
         all_of_them = "the only device" if only else f"of the {len(devices)} devices"
-        return f"{all_of_them} of {need.driver} on node {node}{' ' if only else ', '}{', '.join(parts)}"
+        text = f"{all_of_them} of {need.driver} on node {node}{' ' if only else ', '}{', '.join(parts)}"
+        takes_all = need.alternative.takes_all
+        held, count = len(states.get("held", [])), 1 if takes_all else need.alternative.count
+        seems_met = bool(usable) and not cause and not (takes_all and states)
+        return UnmetNeed(text, not held or held + len(usable) < count, seems_met)
 
     def _state(
         self, need: _Need, selector: Selector | CelError | None, pool: str, device: DetailedDevice
@@ -175,15 +197,19 @@ class OtherDrivers:
     def _of_usable(
         self, need: _Need, usable: Collection[DetailedDevice], offered: Sequence[tuple[FleetGpu, Spot]]
     ) -> str:
-        """Why devices that are free and selected are not enough."""
+        """Why devices that are free and selected are not enough; empty if no cause is known."""
         is_free = "is free" if len(usable) == 1 else "are free"
         if not need.alternative.takes_all and len(usable) < need.alternative.count:
             return f"{is_free}, the request asks for {need.alternative.count}"
         value_of = self.queue.feasibility.matching.value
+        count = len(usable) if need.alternative.takes_all else need.alternative.count
         for attribute in need.attributes:
-            ours = {value_of(gpu, spot, attribute) for gpu, spot in offered}
             typed = [value for device in usable if (value := device.attribute(need.driver, attribute)) is not None]
-            values = {(type(value), value) for _, value in typed if not isinstance(value, list)}
-            if ours.isdisjoint(values):
-                return f"{is_free}, but {'has' if len(usable) == 1 else 'have'} not the same {attribute} as the GPU"
-        return f"{'seems' if len(usable) == 1 else 'seem'} to be free"
+            values = ((type(value), value) for _, value in typed if not isinstance(value, list))
+            numbers: Counter[Hashable] = Counter(values)
+            same = max((numbers[value_of(gpu, spot, attribute)] for gpu, spot in offered), default=0)
+            if same < count:
+                has_not = "has not" if len(usable) == 1 else "have not"
+                has = f"only {same} {'has' if same == 1 else 'have'}" if same else has_not
+                return f"{is_free}, but {has} the same {attribute} as the GPU"
+        return ""

@@ -19,7 +19,7 @@ from controller.demand.feasibility import Nodes
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements
 from controller.demand.selected_devices import SelectorFailure
-from controller.explain.reason import ClaimReason, ReasonCode
+from controller.explain.reason import ClaimReason, Reason, ReasonCode
 from controller.explain.situation import Situation
 from controller.explain.sources.availability import listed, untolerated
 from controller.explain.sources.causes_in_pods_and_claims import MAX_LOOKUPS, MAX_LOOKUPS_ONCE, LookedUp
@@ -216,18 +216,17 @@ class ClaimsDespiteOffers:
         cause = self._cause(pending, pod, served, devices)
         if cause is None:
             return None
-        code, text = cause
         names = [device.name.device for device in devices]
         offered = "offered" if self._situation.is_fence_known else "published"
         sentence = (
-            f"{text}; {listed(names)} of node {devices[0].gpu.node} would do and {'are' if len(names) > 1 else 'is'} "
-            f"{offered}{self._sightings.offered_since(devices).text}"
+            f"{cause.sentence}; {listed(names)} of node {devices[0].gpu.node} would do and "
+            f"{'are' if len(names) > 1 else 'is'} {offered}{self._sightings.offered_since(devices).text}"
         )
-        return ClaimReason(pending, code, sentence, permanent=True)
+        return ClaimReason(pending, cause.code, sentence, cause.permanent)
 
     def _cause(
         self, pending: PendingClaim, pod: Pod, served: ClaimRequirements, devices: Sequence[OfferedDevice]
-    ) -> tuple[ReasonCode, str] | None:
+    ) -> Reason | None:
         """The known cause why ``pod`` is not scheduled although ``devices`` are offered, which satisfy ``served``.
 
         Before it is overdue, only causes that do not pass by themselves within a moment.
@@ -235,21 +234,24 @@ class ClaimsDespiteOffers:
         queue, silent = self._queue, self._situation.silent
         node, condition = devices[0].gpu.node, report_of(pod)
         if node in silent:
-            return ReasonCode.NOT_PUBLISHED, f"the scheduler takes nothing from node {node}, which {silent[node]}"
+            silence = f"the scheduler takes nothing from node {node}, which {silent[node]}"
+            return Reason(ReasonCode.NOT_PUBLISHED, silence, permanent=True)
         if (tainted := _taint_text(queue, served, devices)) is not None:
-            return ReasonCode.TAINTED, tainted
+            return Reason(ReasonCode.TAINTED, tainted, permanent=True)
         if condition is None:
             is_due = self._is_overdue(pending, devices) or self._activity.is_absent(pod)
-            return (ReasonCode.UNUSED, no_report(pod)) if is_due else None
+            return Reason(ReasonCode.UNUSED, no_report(pod), permanent=True) if is_due else None
         if names_obstacle(condition):
-            return ReasonCode.UNUSED, reported(pod, condition) + failing(_failure(queue, pending, condition))
+            failure = failing(_failure(queue, pending, condition))
+            return Reason(ReasonCode.UNUSED, reported(pod, condition) + failure, permanent=True)
         offered = [(device.gpu, device.device.spot) for device in self._by_node[node]]
-        if condition.lacks_devices and (others := self._other_drivers.needs(pending, pod, node, offered)):
-            return ReasonCode.UNUSED, f"devices of another driver are missing: {'; '.join(others)}"
+        if condition.lacks_devices and (unmet := self._other_drivers.unmet(pending, pod, node, offered)):
+            sentence = f"devices of another driver are missing: {'; '.join(need.text for need in unmet)}"
+            return Reason(ReasonCode.UNUSED, sentence, any(need.permanent for need in unmet))
         if not self._is_overdue(pending, devices):
             return None
         gates = f"; {GATES}" if condition.lacks_devices else ""
-        return ReasonCode.UNUSED, reported(pod, condition) + gates
+        return Reason(ReasonCode.UNUSED, reported(pod, condition) + gates, permanent=True)
 
     def _is_overdue(self, pending: PendingClaim, devices: Sequence[OfferedDevice]) -> bool:
         """Whether the claim has been pending, and all of ``devices`` offered, for longer than scheduling takes."""

@@ -3,48 +3,89 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import click
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.strategies import SearchStrategy
 
 from controller.explain.reason import Reason
 from tests.conformance.allocator.judge import NO_LIMIT
-from tests.conformance.reasons.judge import RealScheduler
-from tests.conformance.reasons.statements import questions, reasoning_of, situations, smaller_releases
-from tests.harness.progress import Progress
+from tests.conformance.reasons.judge import RealScheduler, is_scheduled
+from tests.conformance.reasons.pod_situations import pod_situations
+from tests.conformance.reasons.statements import (
+    Question,
+    questions,
+    reasoning_of,
+    situations,
+    smaller_releases,
+)
+from tests.conformance.reasons.walks import described, message_of, walk
+from tests.harness.cluster import Cluster
+from tests.harness.progress import SILENT, Progress
 from tests.support.control_plane import control_plane
+from tests.support.features import has
 from tests.support.queues import Situation
 
 QUESTIONS_PER_SECOND = 10
 
 
 @click.command()
-@click.option("--situations", "count", default=2000, show_default=True, help="Number in which a claim does not fit.")
+@click.option("--situations", "count", default=2000, show_default=True, help="Half of them with free devices.")
 @click.option("--seed", "seed_", default=1, show_default=True, help="Of the generated situations.")
 def main(count: int, seed_: int) -> None:
     """Check every statement about claims that wait, by doing what it says on the real scheduler; fail if one is false.
 
-    The situations have up to three nodes of different products, with devices held, cordons, taints, DeviceTaintRules
-    and faults.
+    In half of the situations a claim does not fit on up to three nodes of different products, with devices held,
+    cordons, taints, DeviceTaintRules and faults. In the other half a free GPU is offered, and resources, taints,
+    labels, or NICs of another driver are in the way of the pod.
     """
-    waiting = generate(count, seed_)
-    asked = [question for there in waiting for question in (*questions(there), *smaller_releases(there))]
-    progress = Progress()
     with control_plane("reasons", {"kube-scheduler": NO_LIMIT}) as cluster:
-        scheduler = RealScheduler(cluster)
-        with progress.part(f"{len(asked)} statements", len(asked) / QUESTIONS_PER_SECOND):
-            answers = list(scheduler.fits([each.there for each in asked]))
-    false = [each for each, answer in zip(asked, answers, strict=True) if answer != each.expected]
-    for each in false:
-        click.echo(f"not true: {each.sentence}\n")
-    codes = Counter(str(reason.code) for there in waiting if (reason := _reason(there)) is not None)
-    kinds = ", ".join(f"{number} {code}" for code, number in codes.most_common())
-    click.echo(f"{count} situations ({kinds}), {len(asked)} statements: {len(false)} false")
+        false, summary = check(cluster, count, seed_, Progress())
+    for text in false:
+        click.echo(f"not true: {text}\n")
+    click.echo(summary)
     raise SystemExit(1 if false else 0)
 
 
-def generate(count: int, number: int) -> list[Situation]:
-    """``count`` situations in which a claim does not fit; the same for the same ``number``."""
+def check(cluster: Cluster, count: int, number: int, progress: Progress = SILENT) -> tuple[list[str], str]:
+    """The false statements about ``count`` situations, and how many statements of which reasons there were.
+
+    Without shared counters in ``cluster``, all situations are of the kind in which a GPU is free.
+    """
+    scheduler = RealScheduler(cluster)
+    half = count // 2 if has(cluster, "shared counters") else 0
+    lacking = generate(situations(), half, number, lambda there: _reason(there) is not None)
+    asked = [question for there in lacking for question in (*questions(there), *smaller_releases(there))]
+    codes = Counter(str(reason.code) for there in lacking if (reason := _reason(there)) is not None)
+    drawn = generate(pod_situations(has_taints=has(cluster, "device taint rules")), count - half, number)
+    with progress.part(f"{len(drawn)} pods", len(drawn) * 3 / QUESTIONS_PER_SECOND):
+        walks = walk(scheduler, drawn)
+    false = [f"{text}\n{described(each.now)}" for each in walks for text in each.false]
+    asked += [question for each in walks for question in each.questions]
+    codes += Counter(str(reason.code) for each in walks for reason in each.reasons)
+    with progress.part(f"{len(asked)} statements", len(asked) / QUESTIONS_PER_SECOND):
+        false += _false(scheduler, asked)
+    kinds = ", ".join(f"{times} {code}" for code, times in codes.most_common())
+    statements = len(asked) + sum(len(each.reasons) for each in walks)
+    return false, f"{half + len(walks)} situations ({kinds}), {statements} statements: {len(false)} false"
+
+
+def _false(scheduler: RealScheduler, asked: list[Question]) -> Iterable[str]:
+    pods = scheduler.reports([question.there for question in asked])
+    for question, pod in zip(asked, pods, strict=True):
+        if is_scheduled(pod) != question.expected:
+            yield f"{question.sentence} [{message_of(pod) or 'it fits'}]\n{described(question.there)}"
+
+
+def generate(
+    strategy: SearchStrategy[Situation],
+    count: int,
+    number: int,
+    accepted: Callable[[Situation], Any] = lambda _: True,
+) -> list[Situation]:
+    """``count`` accepted situations; the same for the same ``number``."""
     found: list[Situation] = []
 
     @seed(number)
@@ -55,9 +96,9 @@ def generate(count: int, number: int) -> list[Situation]:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(situations())
+    @given(strategy)
     def gather(there: Situation) -> None:
-        if len(found) < count and _reason(there) is not None:
+        if len(found) < count and accepted(there):
             found.append(there)
 
     gather()

@@ -114,7 +114,7 @@ def situations(draw: st.DrawFn) -> Situation:
     if shape != "all" and draw(st.integers(0, 4)) == 0:
         claims.append(there.claim("second", request(selector=draw(selectors), count=draw(st.integers(1, 2)))))
     there.pod("pod", *claims, **pod)
-    return _with_devices(there, _tolerating) if draw(st.booleans()) and there.taint_rules else there
+    return with_devices(there, _tolerating) if draw(st.booleans()) and there.taint_rules else there
 
 
 def hold(there: Situation, chance: Any) -> None:
@@ -148,7 +148,7 @@ def questions(there: Situation) -> Iterator[Question]:
     reason = reasoning.reason(pending)
     yield Question(there, reason is None, "it fits" if reason is None else reason.sentence)
     if reason is not None:
-        yield Question(_ended(there, _holders(there)), not reason.permanent, f"if all others ended: {reason.sentence}")
+        yield Question(ended(there, holders(there)), not reason.permanent, f"if all others ended: {reason.sentence}")
     for change in changes_that_help(reasoning, pending):
         for changed in _changed(there, change):
             yield Question(changed, True, f"it would fit if {change.text}")
@@ -174,17 +174,19 @@ def smaller_releases(there: Situation) -> Iterator[Question]:
     """Where several claims are said to be the fewest whose end helps: the end of any one alone does not."""
     for change in changes_that_help(*reasoning_of(there)):
         if "the fewest possible" in change.text and len(change.claims) > 1:
-            for name in _holders(there):
-                yield Question(_ended(there, [name]), False, f"{change.text}, not {name} alone")
+            for name in holders(there):
+                yield Question(ended(there, [name]), False, f"{change.text}, not {name} alone")
 
 
-def _holders(there: Situation) -> list[str]:
+def holders(there: Situation) -> list[str]:
+    """The allocated claims."""
     return [str(each.metadata.key) for each in there.claims if each.status.allocation is not None]
 
 
-def _ended(there: Situation, gone: Iterable[str]) -> Situation:
-    ended, found = set(gone), copy(there)
-    found.claims = [each for each in there.claims if str(each.metadata.key) not in ended]
+def ended(there: Situation, gone: Iterable[str]) -> Situation:
+    """The situation after these claims (``namespace/name``) have ended."""
+    names, found = set(gone), copy(there)
+    found.claims = [each for each in there.claims if str(each.metadata.key) not in names]
     return found
 
 
@@ -193,7 +195,7 @@ def _changed(there: Situation, change: HelpfulChange) -> Iterator[Situation]:
     found, text = copy(there), change.text
     match change.kind:
         case "release":
-            yield _ended(there, change.claims)
+            yield ended(there, change.claims)
         case "cordoned" | "fault" | "reset":
             obstacle = Obstacle[change.kind.upper()]
             named = [entry for entry in there.gpus if f"gpu-{entry.number} of {entry.node}" in text]
@@ -201,11 +203,11 @@ def _changed(there: Situation, change: HelpfulChange) -> Iterator[Situation]:
             for chosen in [[each] for each in named] if " or gpu-" in text else [named]:
                 lifted = copy(there)
                 lifted.gpus = [without(each, obstacle) if each in chosen else each for each in there.gpus]
-                yield _ended(lifted, change.claims)
+                yield ended(lifted, change.claims)
         case "tainted":
             found.taint_rules = []
-            yield _ended(found, change.claims)
-            yield _ended(_with_devices(there, _tolerating), change.claims)
+            yield ended(found, change.claims)
+            yield ended(with_devices(there, _tolerating), change.claims)
         case "node-uncordoned":
             found.nodes = {name: _uncordoned(each) for name, each in there.nodes.items()}
             found.gpus = [replace(entry, why_no_offers="") for entry in there.gpus]
@@ -217,9 +219,9 @@ def _changed(there: Situation, change: HelpfulChange) -> Iterator[Situation]:
             yield found
         case "count":
             wanted = int(text.split(" asked for ")[1].split()[0])
-            yield _with_devices(there, partial(_with_count, count=wanted))
+            yield with_devices(there, partial(_with_count, count=wanted))
         case "constraint":
-            yield _with_devices(there, lambda devices: msgspec.structs.replace(devices, constraints=()))
+            yield with_devices(there, lambda devices: msgspec.structs.replace(devices, constraints=()))
         case _:
             raise AssertionError(f"no way to try {change}")
 
@@ -232,7 +234,7 @@ def _without_selector(pod: Pod) -> Pod:
     return msgspec.structs.replace(pod, spec=msgspec.structs.replace(pod.spec, node_selector={}))
 
 
-def _with_devices(there: Situation, changed: Callable[[DeviceClaim], DeviceClaim]) -> Situation:
+def with_devices(there: Situation, changed: Callable[[DeviceClaim], DeviceClaim]) -> Situation:
     """The situation with other requests or constraints of its pending claims."""
     found = copy(there)
     found.claims = [

@@ -121,6 +121,12 @@ def test_a_toleration_of_the_request_counts() -> None:
     assert f"the only device of {NIC} on node a is free, the request asks for 2" in sentence
 
 
+def test_enough_nics_on_different_pcie_roots_are_not_enough() -> None:
+    nics = nic("nic-0", root="pci0000:00"), nic("nic-1", root="pci0000:ff")
+    sentence = reason_of(waiting_for(count=2), [nic_slice(*nics)])
+    assert f"of the 2 devices of {NIC} on node a, 2 are free, but only 1 has the same {ROOT} as the GPU" in sentence
+
+
 def test_an_attribute_of_a_kind_that_is_not_known_is_no_cause() -> None:
     strange = nic("nic-0") | {"attributes": {"speed": {"decimal": "4.5"}}}
     assert "is not selected" not in reason_of(waiting_for(), [nic_slice(strange)])
@@ -133,3 +139,33 @@ def test_a_claim_of_the_pod_for_another_driver_is_named_too() -> None:
     there.pod("pod", *claims, status=refused(SAYS_NO))
     sentence = reason_of(there, None)
     assert "request nic of claim fast (class rdma): none that it selects is free on node a" in sentence
+
+
+@pytest.mark.parametrize(
+    ("nics", "count", "permanent"),
+    [
+        pytest.param([nic("held")], 1, False, id="held"),
+        pytest.param([nic("held"), nic("nic-1", speed=100)], 1, False, id="one is held, one too slow"),
+        pytest.param([nic("held"), nic("nic-1", speed=100)], 2, True, id="too few even after its release"),
+        pytest.param([nic("nic-0", speed=100)], 1, True, id="too slow"),
+    ],
+)
+def test_a_pod_waits_for_the_end_of_claims_only_if_that_gives_it_enough_nics(
+    nics: list[dict[str, Any]], count: int, permanent: bool
+) -> None:
+    there = waiting_for(count)
+    results = [{"request": "nic", "driver": NIC, "pool": "a-nics", "device": "held"}]
+    there.claim("other", status={"allocation": {"devices": {"results": results}}})
+    watched = Watched(there, "a/gpu-0-mig-1g10gb-6")
+    watched.answers.slices = [nic_slice(*nics)]
+    [reason] = watched.after(SECOND)
+    assert reason.permanent is permanent
+
+
+def test_a_request_that_the_node_can_meet_is_not_named_where_another_is_in_the_way() -> None:
+    there = Situation(node_of("a"))
+    there.device_class("rdma", f'device.driver == "{NIC}"')
+    slow, fast = request("rdma", name="slow"), request("rdma", name="fast", selector=FAST)
+    there.wants(request(selector=SMALL), slow, fast, status=refused(SAYS_NO))
+    sentence = reason_of(there, [nic_slice(nic("nic-0", speed=100))])
+    assert "missing: request fast (class rdma): the only device" in sentence
