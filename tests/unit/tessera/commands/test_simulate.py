@@ -375,6 +375,16 @@ def test_a_pod_that_no_scheduler_places_has_the_reason_that_tessera_why_gives(
     assert outcome(found) == {"named": "NodeNameSet", "second": "OnOtherNodesOnly"}
 
 
+def test_a_pod_does_not_fit_on_nodes_whose_devices_have_a_taint(api: ObjectApi, cluster: list[str]) -> None:
+    selector, taint = {"driver": OURS, "pool": f"node-b-{OURS}"}, {"key": "broken", "effect": "NoSchedule"}
+    idle = ("--uncordon", "node-a", "--without", "team/holder")
+    for rules, others in (({}, ["node-b"]), ({"deviceSelector": selector, "taint": taint}, [])):
+        if rules:
+            api.store(f"{GROUP}/devicetaintrules/broken", spec=rules)
+        [placement] = simulated([claim("a", asked("gpu-inference"))], *cluster, *idle)["placements"]
+        assert (placement["node"], placement["alsoFitsOn"]) == ("node-a", others)
+
+
 def test_a_cordoned_node_is_uncordoned_with_its_taint(api: ObjectApi, cluster: list[str]) -> None:
     taint = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
     api.store("/api/v1/nodes/node-b", spec={"unschedulable": True, "taints": [taint]})
@@ -564,3 +574,27 @@ def test_a_quantity_may_be_written_as_a_number() -> None:
         [claim("shared", ONE), pod("a", containers=[{"resources": resources}], **OF_CLAIM)], "--nodes", "h100-1"
     )
     assert found["placements"][0]["node"] == "h100-1-1"
+
+
+HELD = claim("held", asked("gpu-inference-4g-40gb"))
+OTHERS: dict[str, list[Object]] = {
+    "the largest partition, which nobody offers": [claim("last", asked("gpu-inference-7g-80gb"))],
+    "next to a held partition": [HELD, claim("last", asked("gpu-inference-4g-40gb"))],
+    "more than most nodes have": [claim("last", asked("gpu-training", count=2))],
+    "partitions of one GPU": [HELD, {**MIXED_FAMILY, "metadata": {"name": "last"}}],
+    "an alternative": [HELD, claim("last", alternatives("gpu-inference-4g-40gb", "gpu-dev", "gpu-inference-3g-40gb"))],
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_pod_also_fits_on_the_nodes_that_would_take_it_if_it_had_to_run_there(case: str) -> None:
+    def placed(**spec: Any) -> Object:
+        last = pod("last", resourceClaims=[{"name": "gpu", "resourceClaimName": "last"}], **spec)
+        ran = json.loads(run([*OTHERS[case], last], "--nodes", "h100-1=3,l40s-8", "-o", "json").stdout)
+        [placement] = (each for each in ran["placements"] if each["pod"] == "default/last")
+        return dict(placement)
+
+    anywhere = placed()
+    nodes = ("h100-1-1", "h100-1-2", "h100-1-3", "l40s-8-1")
+    fitting = [name for name in nodes if placed(nodeSelector={"kubernetes.io/hostname": name})["node"]]
+    assert sorted([anywhere["node"], *anywhere["alsoFitsOn"]]) == fitting
