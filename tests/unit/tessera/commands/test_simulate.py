@@ -14,7 +14,9 @@ from click.testing import CliRunner, Result
 
 from driver.model.plan import PATH, GpuReport, OfferMode, PlanMode, PlanStatus, encode_inventory
 from tessera.cli import main
+from tessera.simulate.sources import POLICIES
 from tests.support.api_server import SLICES, ObjectApi
+from tests.support.chart import rendered
 from tests.support.gpus import gpu_of
 from tests.support.scheduling import asked, matching
 from tests.unit.tessera.test_cli import KUBECONFIG
@@ -141,7 +143,10 @@ CASES: dict[str, tuple[list[Object], dict[str, list[str] | str]]] = {
         {"pod-of-a": ["h100-1-1/gpu/gpu-0-mig-1g10gb-6"]},
     ),
     "a constraint that no two devices meet": (
-        [claim("a", asked("gpu-inference-1g-10gb", count=2), constraints=[matching(f"{OURS}/uuid")])],
+        [
+            device_class("own", f'device.attributes["{OURS}"].type == "mig"'),
+            claim("a", asked("own", count=2), constraints=[matching(f"{OURS}/uuid")]),
+        ],
         {"pod-of-a": "ConstraintNotMet"},
     ),
 }
@@ -598,3 +603,39 @@ def test_a_pod_also_fits_on_the_nodes_that_would_take_it_if_it_had_to_run_there(
     nodes = ("h100-1-1", "h100-1-2", "h100-1-3", "l40s-8-1")
     fitting = [name for name in nodes if placed(nodeSelector={"kubernetes.io/hostname": name})["node"]]
     assert sorted([anywhere["node"], *anywhere["alsoFitsOn"]]) == fitting
+
+
+LIMIT_OF_PARTITIONS = "ask for 9 partitions together; 8 are allowed (admission.maxPartitions)"
+NINE = asked("gpu-inference-1g-10gb", count=9)
+JOB = {"template": {"spec": {"containers": [], "resourceClaims": [{"name": "g", "resourceClaimTemplateName": "nine"}]}}}
+OF_NINE = {"resources": {"limits": {"deviceclass.resource.kubernetes.io/gpu-inference-1g-10gb": 9}}}
+
+
+@pytest.mark.parametrize(
+    ("objects", "about"),
+    [
+        ([claim("a", NINE)], "default/a"),
+        ([template("nine", NINE), {"kind": "Job", "metadata": {"name": "a"}, "spec": JOB}], "default/a-0-g"),
+        ([pod("a", containers=[OF_NINE])], "default/a"),
+    ],
+)
+def test_what_an_admission_policy_would_refuse_is_not_placed_and_has_its_message(
+    objects: list[Object], about: str
+) -> None:
+    simulation = simulated([*objects, claim("b", ONE)], "--nodes", "dgx-h100", code=1)
+    refused, placed = sorted(simulation["placements"], key=lambda placement: placement["node"] is not None)
+    [reason] = refused["reasons"]
+    assert reason["claim"] == about
+    assert LIMIT_OF_PARTITIONS in reason["message"]
+    assert placed["node"] == "dgx-h100-1"
+
+
+def test_the_limits_of_the_policies_are_those_of_the_cluster(api: ObjectApi, cluster: list[str]) -> None:
+    def said() -> str:
+        three = asked("gpu-inference", f'device.attributes["{OURS}"].profile == "1g.10gb"', count=3)
+        return str(simulated([claim("a", three)], *cluster, "--without", "team/holder", code=1)["placements"])
+
+    for policy in rendered({"admission": {"maxPartitions": 2}}):
+        if policy["kind"] == "ValidatingAdmissionPolicy":
+            api.store(f"{POLICIES}/{policy['metadata']['name']}", spec=policy["spec"])
+    assert "ask for 3 partitions together; 2 are allowed" in said()
