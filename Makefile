@@ -134,8 +134,9 @@ FAILING ?= 0
 soak: binaries ## create and delete random claims; fail if anything leaks (DURATION= seconds, RATE= claims per minute, FAILING= seconds in which a GPU refuses, root)
 	@$(RUN)/python -m tests.soak --duration $(DURATION) --rate $(RATE) --failing $(FAILING)
 
-conformance: binaries ## record on a real cluster the results that the CEL engine must give (2 minutes, root)
-	@$(RUN)/python -m tests.conformance
+EXPRESSIONS ?= 200
+conformance: binaries ## record on a real cluster the results that the CEL engine must give (EXPRESSIONS=; 5 minutes, root)
+	@$(RUN)/python -m tests.conformance --generated $(EXPRESSIONS)
 
 SCENARIOS ?= 2000
 SITUATIONS ?= 2000

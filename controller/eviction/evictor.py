@@ -205,7 +205,7 @@ class Evictor:
             if (protected := own_protection(pod)) is not None:
                 return protected
         namespace = pods[0].metadata.namespace
-        owners = [owner for pod in pods if (owner := owner_of(pod)) is not None]
+        owners = [owner for pod in pods if (owner := pod.controller) is not None]
         for owner in dict.fromkeys(owners):
             if (limit := self.owner_limit(owner, pods)) is not None:
                 return Protection(ProtectionRule.OWNER_LIMIT, limit)
@@ -244,7 +244,7 @@ class Evictor:
         options |= {"dryRun": ["All"]} if is_rehearsal else {}
         body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": about, "deleteOptions": options}
         if not is_rehearsal:
-            owner = owner_of(pod)
+            owner = pod.controller
             self.recent.add(pod, _owner_key(metadata.namespace, owner) if owner is not None else "")
         try:
             self._client.create(f"{_path(metadata.namespace, metadata.name)}/eviction", body)
@@ -269,7 +269,7 @@ class Evictor:
 
     def _of_owner(self, owner: OwnerReference, pods: Sequence[Pod]) -> tuple[int, int]:
         """Numbers of pods of ``owner``: those that were evicted lately, and those among ``pods``."""
-        uids = {pod.metadata.uid for pod in pods if (of_pod := owner_of(pod)) is not None and of_pod.uid == owner.uid}
+        uids = {pod.metadata.uid for pod in pods if (of_pod := pod.controller) is not None and of_pod.uid == owner.uid}
         return self.recent.of_owner(_owner_key(pods[0].metadata.namespace, owner), uids), len(uids)
 
     def count(self, trigger: Trigger | None, outcome: Outcome) -> None:
@@ -285,7 +285,7 @@ class Evictor:
 
 def own_protection(pod: Pod) -> Protection | None:
     """Why a pod of this kind is never evicted, or None."""
-    owner = owner_of(pod)
+    owner = pod.controller
     if owner is None:
         reason = "it has no controller that would replace it, so it must be deleted"
         return Protection(ProtectionRule.NO_CONTROLLER, reason)
@@ -293,11 +293,6 @@ def own_protection(pod: Pod) -> Protection | None:
         kind = "DaemonSet" if owner.kind == "DaemonSet" else "static manifest"
         return Protection(ProtectionRule.BOUND_TO_NODE, f"a pod of a {kind} would come back here")
     return None
-
-
-def owner_of(pod: Pod) -> OwnerReference | None:
-    """The controller, such as a Job or a ReplicaSet, that creates another pod after this one."""
-    return next((owner for owner in pod.metadata.owner_references if owner.controller), None)
 
 
 def _owner_key(namespace: str, owner: OwnerReference) -> str:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from controller.cluster.claim_index import ClaimIndex
 from controller.cluster.fleet import Fleet, FleetGpu
-from controller.eviction.evictor import PASS_SECONDS, Evictor, Outcome, Trigger, owner_of, pod_reference
+from controller.eviction.evictor import PASS_SECONDS, Evictor, Outcome, Trigger, pod_reference
 from controller.settings import ControllerSettings
 from driver.errors import NOT_FOUND, ApiError
 from driver.kube.client import KubeClient
@@ -77,7 +77,7 @@ def message_of(pod: Pod, refused: RefusedClaim, node: str, owner_limit: str | No
     cause = f"{allocated}, {overlap} claim {held.claim} holds"
     if owner_limit is not None:
         return f"{cause}: this pod can not start; it is not evicted, because {owner_limit}"
-    if owner_of(pod) is not None:
+    if pod.controller is not None:
         return f"{cause}: this pod can not start and is evicted, so that its controller replaces it by one on free GPUs"
     return f"{cause}: this pod can not start; it has no controller that would replace it, so it must be deleted"
 
@@ -148,7 +148,7 @@ class OverlapEvictor:
 
     def _evict(self, pod: Pod, refused: RefusedClaim, node: str) -> None:
         """Evict the pod if it is stuck and will be replaced, and say so in an Event. Raises ApiError."""
-        owner = owner_of(pod)
+        owner = pod.controller
         if pod.status.phase != "Pending" or not pod.spec.node_name or pod.metadata.deletion_timestamp:
             return
         limit = self._evictor.owner_limit(owner, [pod]) if owner is not None else None

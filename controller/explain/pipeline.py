@@ -208,8 +208,8 @@ def _without_obstacle(pending: PendingClaim, situation: Situation) -> str:
     enough = "enough is free" if outcome is SearchOutcome.FITS else "enough may be free"
     if silent is not None:
         return (
-            f"the controller, which decides what is offered, has sent no heartbeat for {silent:.0f} s: nodes decide for "
-            f"themselves what they offer 30 to 90 s after the last one (tessera status); {enough}"
+            f"the controller, which decides what is offered, has sent no heartbeat for {silent:.0f} s: nodes decide "
+            f"for themselves what they offer 30 to 90 s after the last one (tessera status); {enough}"
         )
     if outcome is SearchOutcome.UNKNOWN:
         return "enough may be free, which takes too long to find out; the scheduler has not allocated it yet"

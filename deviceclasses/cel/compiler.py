@@ -6,7 +6,7 @@ Variables are kept in the numbered slots of a frame.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import singledispatchmethod
@@ -56,19 +56,38 @@ def compile_tree(expression: str, root: Expr) -> Callable[[Value], Value]:
     Raises CelError with the position of the first type error, else of the first constant that can't be converted or
     pattern that RE2 refuses, as Kubernetes does.
     """
-    compiler = _Compiler(expression)
+    compiler = _Compiler(expression, {"device": DEVICE})
     result_type, evaluate = compiler.build(root)
     compiler.finish(root, result_type)
     size = compiler.size
     return lambda device: evaluate([device, *[None] * size])
 
 
+def compile_untyped(expression: str, root: Expr, variables: Sequence[str]) -> Callable[..., Value]:
+    """Return the function from values of ``variables``, whose types are not known, to the value of an expression.
+
+    Raises CelError for unknown names; the function raises EvaluationError for types that do not fit.
+    """
+    compiler = _Compiler(expression, dict.fromkeys(variables, DYN))
+    _, evaluate = compiler.build(root)
+    spare = compiler.size + 1 - len(variables)
+    return lambda *values: evaluate([*values, *[None] * spare])
+
+
+def _slot(number: int) -> Evaluate:
+    return lambda frame: frame[number]
+
+
 class _Compiler:
-    def __init__(self, expression: str) -> None:
-        self.size = 0
+    """``size`` is the number of the last slot that is in use."""
+
+    def __init__(self, expression: str, variables: Mapping[str, Type]) -> None:
+        self.size = len(variables) - 1
         self._expression = expression
         self._bindings = Bindings()
-        self._scope: dict[str, Typed] = {"device": (DEVICE, lambda frame: frame[0])}
+        self._scope: dict[str, Typed] = {
+            name: (kind, _slot(number)) for number, (name, kind) in enumerate(variables.items())
+        }
         self._constants: dict[Evaluate, Value] = {}
         self._collections: list[list[tuple[Expr, Type, bool]]] = []
         self._wrong_constants: list[CelError] = []
@@ -117,7 +136,7 @@ class _Compiler:
         outer = self._scope
         slots = [self.size + 1 + index for index in range(len(names))]
         self.size += len(names)
-        read = evaluation.bound_value if bound else lambda slot: lambda frame: frame[slot]
+        read = evaluation.bound_value if bound else _slot
         self._scope = {**outer, **dict(zip(names, zip(types, map(read, slots), strict=True), strict=True))}
         try:
             yield slots

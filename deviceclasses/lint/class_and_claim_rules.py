@@ -16,6 +16,7 @@ from typing import Any
 
 from deviceclasses.cel.library.quantity import parse_quantity
 from deviceclasses.cel.values import EvaluationError
+from deviceclasses.lint.admission_policies import policy_issues
 from deviceclasses.lint.claim_fields import (
     ConstraintFields,
     LintContext,
@@ -75,9 +76,12 @@ def _issues(content: Mapping[str, Any], context: LintContext) -> Iterator[Issue]
         if text(content, "apiVersion").startswith(f"{DRA_GROUP}/") and written.removesuffix("List") not in existing:
             yield Issue("kind", shown(written), f"no such kind in {DRA_GROUP}{meant(written, existing)}")
         return
-    yield from refused(content, kind)
     rules = _class if kind == "DeviceClass" else _claim
-    yield from rules(settings_of(content, SPEC[kind]), SPEC[kind], context)
+    issues = [*refused(content, kind), *rules(settings_of(content, SPEC[kind]), SPEC[kind], context)]
+    yield from issues
+    # The policies would say of most errors once more what the rules say.
+    if all(issue.severity is Severity.WARNING for issue in issues):
+        yield from policy_issues(kind, content, SPEC[kind], context.driver)
 
 
 def refused(content: Mapping[str, Any], kind: str) -> Iterator[Issue]:

@@ -10,11 +10,13 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from deviceclasses.lint.admission_policies import policy_issues
 from deviceclasses.lint.claim_fields import entries, findings_in, settings_of
 from deviceclasses.lint.documents import Document, text
 from deviceclasses.lint.findings import Finding, Issue, Severity
 from deviceclasses.lint.nvidia_driver import RESOURCE_PREFIX, class_for_resource
 from deviceclasses.lint.pod_templates import InvalidPodCount, PodTemplate, pod_templates
+from driver.config.shared_flags import DEFAULT_DRIVER
 from driver.config.strict_schema import shown
 from driver.config.suggestions import meant
 
@@ -67,6 +69,7 @@ def _of_template(template: PodTemplate, names: Names) -> Iterator[Issue]:
             there = f"accepted: {', '.join(accepted)}" if accepted else f"{template.path}.resourceClaims has none"
             yield Issue(path, shown(name), f"the pod has no such claim; {there}{meant(name, accepted)}")
     yield from _resources(template, names)
+    yield from policy_issues("Pod", {"spec": template.spec}, template.path, DEFAULT_DRIVER)
     for index, entry, name in claims:
         path = f"{template.path}.resourceClaims[{index}]"
         yield from _reference(entry, path, names)

@@ -449,6 +449,11 @@ class Pod(Struct, frozen=True):
     status: PodStatus = PodStatus()
 
     @property
+    def controller(self) -> OwnerReference | None:
+        """The owner, such as a Job or a ReplicaSet, that creates another pod after this one."""
+        return next((owner for owner in self.metadata.owner_references if owner.controller), None)
+
+    @property
     def claims(self) -> tuple[Key, ...]:
         """The claims that have been created; that for extended resources is the last."""
         created = {status.name: status.resource_claim_name for status in self.status.resource_claim_statuses}

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import click
@@ -13,6 +14,7 @@ import msgspec
 
 from controller.report.cluster_view import read_cluster
 from deviceclasses.chart_classes import chart_classes
+from deviceclasses.lint.admission_policies import chart_policies
 from deviceclasses.lint.documents import Document, read_documents
 from driver.errors import UsageError
 from driver.kube.client import KubeClient
@@ -22,8 +24,8 @@ from tessera.simulate.fill import Filled
 from tessera.simulate.fill import fill as fill_cluster
 from tessera.simulate.imagined_cluster import ClusterContent, ImaginedCluster
 from tessera.simulate.output import Simulation
-from tessera.simulate.scheduler import PodPlacement
-from tessera.simulate.sources import find_template, joined, of_cluster, simulated, uncordoned, without
+from tessera.simulate.scheduler import PodPlacement, UnplacedReason
+from tessera.simulate.sources import cluster_policies, find_template, joined, of_cluster, simulated, uncordoned, without
 from tessera.simulate.workloads import Reader, Workloads
 from tessera.tables_and_drawings import show, with_output
 
@@ -79,8 +81,7 @@ def simulate(
     content, waiting = _cluster(client, driver_name) if client is not None else (_empty(driver_name), Workloads())
     content = content if nodes is None else joined(content, simulated(nodes, shares, mig_gpus))
     content = _changed(content, gone, uncordon, driver_name)
-    reader = Reader((lambda key: find_template(client, key)) if client is not None else lambda _: None, content.nodes)
-    given = reader.read(_documents(paths))
+    given = _given(paths, client, content, driver_name)
     templates = (*content.templates, *given.templates)
     content = replace(content, classes={**content.classes, **given.classes}, templates=templates)
     if fill is not None and fill not in content.classes:
@@ -129,6 +130,15 @@ def _empty(driver: str) -> ClusterContent:
     return ClusterContent(classes=classes)
 
 
+def _given(paths: Sequence[str], client: KubeClient | None, content: ClusterContent, driver: str) -> Workloads:
+    """The workloads of the files, with templates and admission policies of the cluster if there is one."""
+    documents = _documents(paths)
+    if client is None:
+        return Reader(lambda _: None, content.nodes, chart_policies(driver)).read(documents)
+    find = partial(find_template, client)
+    return Reader(find, content.nodes, cluster_policies(client, driver)).read(documents)
+
+
 def _documents(paths: Sequence[str]) -> list[Document]:
     """The documents of files. Raises UsageError if one can't be read."""
     documents = []
@@ -143,12 +153,19 @@ def _documents(paths: Sequence[str]) -> list[Document]:
 def _place(cluster: ImaginedCluster, workloads: Workloads) -> list[PodPlacement]:
     """Place the pods one after the other; the controller has settled before each."""
     placements = []
-    for claim in workloads.claims.values():
-        cluster.add(claim)
+    for key, claim in workloads.claims.items():
+        if ("ResourceClaim", key) not in workloads.refused:
+            cluster.add(claim)
     with _progress("pods placed", len(workloads.pods)) as advance:
         for pod in workloads.pods:
-            placements.append(cluster.place(pod))
-            cluster.settle()
+            objects = [("Pod", pod.metadata.key), *(("ResourceClaim", key) for key in pod.claims)]
+            refused = [(key, workloads.refused[kind, key]) for kind, key in objects if (kind, key) in workloads.refused]
+            if refused:
+                reasons = tuple(UnplacedReason(str(key), "", sentence) for key, sentence in refused)
+                placements.append(PodPlacement(pod, reasons=reasons))
+            else:
+                placements.append(cluster.place(pod))
+                cluster.settle()
             advance()
     return placements
 

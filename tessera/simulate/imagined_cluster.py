@@ -7,9 +7,9 @@ finally with all that match. When it is placed, the controller decides again bef
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice, product
 
 import msgspec
 
@@ -19,14 +19,22 @@ from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
 from controller.curation.counters_planner import CountersPlanner
 from controller.curation.disjoint_planner import DisjointPlanner
 from controller.demand.demand import demand_of
-from controller.demand.feasibility import Matching, Nodes
+from controller.demand.device_search import SearchOutcome
+from controller.demand.feasibility import Feasibility, Matching, Nodes
 from controller.demand.node_eligibility import Eligibility
 from controller.demand.pending_claims import Queue, claim_for, classes_by_resource
-from controller.demand.requirements import RequirementsReader
+from controller.demand.requirements import (
+    MAX_COMBINATIONS,
+    ClaimRequirements,
+    RefusedRequest,
+    RequirementsReader,
+    joined,
+)
 from controller.demand.selected_devices import Selector
 from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ReasonCode
 from controller.explain.situation import DisjointPlan, Situation
+from controller.explain.sources.availability import untolerated, with_taints
 from driver.kube.slice_types import DetailedDevice, DetailedSlice, DetailedSliceSpec
 from driver.kube.types import (
     Claim,
@@ -127,8 +135,9 @@ class ImaginedCluster:
                 placement = self._scheduler.place(pod, needed, self._slices, self._held)
         if placement.node is None:
             return replace(placement, reasons=tuple(self._reasons(pod)) or placement.reasons)
+        others = {*placement.elsewhere, *self._could_fit(pod, needed)} - {placement.node}
         self._bind(placement, placement.node)
-        return placement
+        return replace(placement, elsewhere=tuple(sorted(others)))
 
     def expect(self, pods: Iterable[Pod]) -> None:
         """Let the controller offer devices for pending ``pods``."""
@@ -189,6 +198,39 @@ class ImaginedCluster:
             return []
         metadata = msgspec.structs.replace(claim.metadata, name=f"{pod.metadata.name}-{EXTENDED}")
         return [Claim(metadata, claim.spec)]
+
+    def _could_fit(self, pod: Pod, claims: Sequence[Claim]) -> Iterable[str]:
+        """The nodes for whose free devices the controller could make all offers that ``pod`` needs.
+
+        None for a pod that needs devices of other drivers, too: whether those are free is not looked at.
+        """
+        needed = [claim for claim in claims if claim.status.allocation is None]
+        nodes = self._scheduler.nodes_for(pod, claims) - self._content.policies.keys()
+        if not needed or len(nodes) < 2:
+            return ()
+        reader = RequirementsReader(self._matching, self._content.classes.values(), self.fleet)
+        read = [reader.read(claim).requirements for claim in needed]
+        alternatives = [requirements for requirements in read if not isinstance(requirements, RefusedRequest)]
+        if len(alternatives) < len(read):
+            return ()
+        count = sum(len(claim.spec.devices.requests) for claim in needed)
+        joint = map(joined, islice(product(*alternatives), MAX_COMBINATIONS))
+        return {
+            node
+            for requirements in joint
+            if len(requirements.requests) == count
+            for node, outcome in self._untainted(requirements).outcomes(requirements, nodes)
+            if outcome is SearchOutcome.FITS
+        }
+
+    def _untainted(self, requirements: ClaimRequirements) -> Feasibility:
+        """Of the devices without taints of DeviceTaintRules that a request does not tolerate."""
+        rules = untolerated(self._content.rules, requirements.requests)
+        if not rules:
+            return self._matching.feasibility(self.fleet)
+        selectors = {request.selector for request in requirements.requests}
+        fleet = with_taints(self.fleet, self.driver, rules, selectors)
+        return Feasibility(fleet, self._matching, is_hypothetical=True)
 
     def _bind(self, placement: PodPlacement, node: str) -> None:
         """Store the allocations of a pod that is placed."""

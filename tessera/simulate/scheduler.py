@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from controller.demand.feasibility import Nodes
 from controller.demand.node_eligibility import Eligibility
 from controller.demand.pending_claims import classes_by_resource
 from driver.kube.types import Allocation, Claim, DeviceClass, Node, Pod
@@ -32,7 +33,7 @@ class UnplacedReason:
 class PodPlacement:
     """A pod with the node and the allocations that its claims get, or else the reasons why it is not placed.
 
-    ``elsewhere``: other nodes on which it fits.
+    ``elsewhere``: other nodes on which it fits, with devices that are offered or could be.
     """
 
     pod: Pod
@@ -70,18 +71,13 @@ class Scheduler:
         if unknown:
             return PodPlacement.refused(pod, f"there is no DeviceClass {', '.join(sorted(unknown))}")
         unallocated = [claim for claim in claims if claim.status.allocation is None]
-        allocations = [claim.status.allocation for claim in claims if claim.status.allocation is not None]
-        selectors = [allocation.node_selector for allocation in allocations if allocation.node_selector is not None]
-        nodes = self._eligibility.nodes_for(pod, selectors)
-        resources = sorted(name for name in pod.spec.resource_names if "/" in name and name not in self._of_classes)
+        nodes, resources = self._eligible(pod, claims), self._resources(pod)
         lacking = [name for name in resources if not any(self._has(node, name) for node in nodes)]
         if nodes and lacking:
             sentence = f"no node has {', '.join(lacking)}, and no DeviceClass has it as extendedResourceName"
             return PodPlacement.refused(pod, sentence)
         fitting: dict[str, list[Allocation]] = {}
-        for node in sorted(nodes):
-            if not all(self._has(node, name) for name in resources):
-                continue
+        for node in sorted(self.nodes_for(pod, claims)):
             try:
                 allocated = self._allocate(unallocated, self._nodes[node], slices, held)
             except AllocationError as error:
@@ -96,6 +92,21 @@ class Scheduler:
         best = min(fitting, key=lambda node: (_second_choices(unallocated, fitting[node]), self._pods_on[node], node))
         given = tuple(zip(unallocated, fitting[best], strict=True))
         return PodPlacement(pod, best, given, tuple(node for node in fitting if node != best))
+
+    def nodes_for(self, pod: Pod, claims: Sequence[Claim]) -> Nodes:
+        """The nodes on which ``pod`` may run, whatever devices are free there."""
+        resources = self._resources(pod)
+        able = (node for node in self._eligible(pod, claims) if all(self._has(node, name) for name in resources))
+        return frozenset(able)
+
+    def _eligible(self, pod: Pod, claims: Sequence[Claim]) -> Nodes:
+        allocations = [claim.status.allocation for claim in claims if claim.status.allocation is not None]
+        selectors = [allocation.node_selector for allocation in allocations if allocation.node_selector is not None]
+        return self._eligibility.nodes_for(pod, selectors)
+
+    def _resources(self, pod: Pod) -> list[str]:
+        """The extended resources that ``pod`` requests and no class provides."""
+        return sorted(name for name in pod.spec.resource_names if "/" in name and name not in self._of_classes)
 
     def _has(self, node: str, resource: str) -> bool:
         return resource in self._nodes[node].status.allocatable

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -14,7 +15,8 @@ from controller.cluster.node_views import NodeView
 from controller.curation.offer_mode import decide_offer_mode
 from controller.demand.node_eligibility import CORDONED as NODE_CORDONED
 from controller.report.cluster_view import ClusterView, unreported_nodes
-from driver.errors import FatalError, UsageError
+from deviceclasses.lint.admission_policies import AdmissionPolicy, chart_policies
+from driver.errors import ApiError, FatalError, UsageError
 from driver.kube.client import KubeClient
 from driver.kube.kubeconfig import DEFAULT_NAMESPACE
 from driver.kube.slice_types import DetailedSlice
@@ -28,6 +30,8 @@ from tessera.gpu_sources import MAX_NODES, anonymous, hardware
 from tessera.simulate.imagined_cluster import ClusterContent
 
 GPU = re.compile(r"(?P<node>[^/]+)(?:/gpu-(?P<number>[0-9]+))?")
+
+POLICIES = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies"
 
 MAX_DIGITS = 12
 """Digits of a number of nodes that are read."""
@@ -146,6 +150,17 @@ def uncordoned(content: ClusterContent, target: str) -> ClusterContent:
     spec = msgspec.structs.replace(node.spec, unschedulable=node.spec.unschedulable and not reopened, taints=taints)
     nodes = tuple(Node(other.metadata, spec, other.status) if other is node else other for other in content.nodes)
     return replace(content, nodes=nodes, fleet=Fleet.of(map(changed, content.fleet)))
+
+
+def cluster_policies(client: KubeClient, driver: str) -> tuple[AdmissionPolicy, ...]:
+    """The chart's admission policies with the values of the cluster; with the default values if it can't be read."""
+    default = chart_policies(driver)
+    try:
+        manifests = [*read_all(client, POLICIES, dict[str, Any])]
+    except ApiError:
+        return default
+    names = {policy.name for policy in default}
+    return tuple(AdmissionPolicy(manifest) for manifest in manifests if manifest["metadata"]["name"] in names)
 
 
 def find_template(client: KubeClient, key: Key) -> ClaimSpec | None:

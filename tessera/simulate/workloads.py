@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from controller.demand.node_eligibility import NODE_NAME_FIELD, exclusion
+from deviceclasses.lint.admission_policies import AdmissionPolicy, refusals
 from deviceclasses.lint.claim_fields import settings_of
 from deviceclasses.lint.class_and_claim_rules import refused
 from deviceclasses.lint.documents import Document, kind_of, text
@@ -49,13 +50,15 @@ Parsed = TypeVar("Parsed")
 class Workloads:
     """The pods in the order of the manifests, their claims, the ResourceClaimTemplates and the DeviceClasses.
 
-    ``ignored`` are other objects, ``untried`` those that seem to make pods and have no pod template, and ``notes``
+    ``refused``: why admission policies refuse an object, by its kind and key. ``ignored`` are other objects,
+    ``untried`` those that seem to make pods and have no pod template, and ``notes``
     say what was read in a way that may surprise.
     """
 
     pods: list[Pod] = field(default_factory=list)
     claims: dict[Key, Claim] = field(default_factory=dict)
     classes: dict[str, DeviceClass] = field(default_factory=dict)
+    refused: dict[tuple[str, Key], str] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
     untried: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -63,15 +66,18 @@ class Workloads:
 
 
 class Reader:
-    """Reads documents. ``nodes`` are those on which a DaemonSet may have pods.
+    """Reads documents. ``nodes`` are those on which a DaemonSet may have pods; ``policies`` may refuse objects.
 
     ``find_template`` looks for a ResourceClaimTemplate that the documents do not contain.
     """
 
     def __init__(
-        self, find_template: Callable[[Key], ClaimSpec | None] = lambda _: None, nodes: Sequence[Node] = ()
+        self,
+        find_template: Callable[[Key], ClaimSpec | None] = lambda _: None,
+        nodes: Sequence[Node] = (),
+        policies: Sequence[AdmissionPolicy] = (),
     ) -> None:
-        self._find_template, self._nodes = find_template, nodes
+        self._find_template, self._nodes, self._policies = find_template, nodes, policies
         self._templates: dict[Key, ClaimSpec | None] = {}
         """The templates that were found; None: it does not exist."""
         self._found = Workloads()
@@ -108,11 +114,13 @@ class Reader:
             case "DeviceClass":
                 device_class = _convert(document, content, DeviceClass)
                 self._found.classes[device_class.metadata.name] = device_class
-            case "ResourceClaim":
+            case "ResourceClaim" as kind:
                 claim = _convert(document, content, Claim)
                 self._found.claims[claim.metadata.key] = Claim(claim.metadata, claim.spec)
-            case "ResourceClaimTemplate":
+                self._keep(kind, claim.metadata.key, self._refusal(kind, content))
+            case "ResourceClaimTemplate" as kind:
                 template = _convert(document, content, ClaimTemplate)
+                self._keep(kind, template.metadata.key, self._refusal(kind, content))
                 self._templates[template.metadata.key] = template.spec.spec
                 self._found.templates.append(template)
             case kind:
@@ -126,6 +134,17 @@ class Reader:
                     self._found.ignored.append(f"{_place(document)}: {kind or 'an object without kind'}")
         return []
 
+    def _refusal(self, kind: str, content: Mapping[str, Any]) -> str | None:
+        """The first refusal of an object, which is the one that its creator sees."""
+        texts = (
+            f"admission policy {name} refuses it: {text}" for name, text in refusals(self._policies, kind, content)
+        )
+        return next(texts, None)
+
+    def _keep(self, kind: str, key: Key, refusal: str | None) -> None:
+        if refusal is not None:
+            self._found.refused[kind, key] = refusal
+
     def _pods(self, document: Document, content: Mapping[str, Any], templates: Sequence[PodTemplate]) -> None:
         metadata = _metadata(document, content)
         if settings_of(content, "spec").get("suspend") is True:
@@ -135,10 +154,13 @@ class Reader:
             stem = f"{metadata.name}-{template.role}" if template.role and len(templates) > 1 else metadata.name
             labels = {str(name): str(value) for name, value in template.labels.items()}
             specs = self._specs_on_nodes(document, template) if template.is_on_each_node else [template.spec]
+            refusal = self._refusal("Pod", {"spec": template.spec})
             for spec in specs * self._count(document, template, len(specs)):
                 name = stem if text(content, "kind") == "Pod" else f"{stem}-{numbers[stem]}"
                 numbers[stem] += 1
-                self._pod(document, msgspec.structs.replace(metadata, name=name, labels=labels), spec)
+                of_pod = msgspec.structs.replace(metadata, name=name, labels=labels)
+                self._keep("Pod", of_pod.key, refusal)
+                self._pod(document, of_pod, spec)
 
     def _count(self, document: Document, template: PodTemplate, nodes: int) -> int:
         """The pods of a template, on each of ``nodes``. Raises UsageError if they can not be simulated."""
@@ -190,6 +212,7 @@ class Reader:
         if (spec := self._templates[key]) is not None:
             claim = Claim(Metadata(name, namespace=metadata.namespace), spec)
             self._found.claims[claim.metadata.key] = claim
+            self._keep("ResourceClaim", claim.metadata.key, self._found.refused.get(("ResourceClaimTemplate", key)))
         return name
 
 

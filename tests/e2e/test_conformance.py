@@ -8,6 +8,7 @@ import pytest
 
 from tests.conformance import table
 from tests.conformance.__main__ import rows_of
+from tests.conformance.generated import differences, generated
 from tests.conformance.judge import NO_LIMIT, Judge, publish
 from tests.conformance.table import Row
 from tests.harness.cluster import Cluster
@@ -16,6 +17,7 @@ from tests.support.control_plane import control_plane
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 ASKED = 25
+GENERATED = 40
 RENEW = "renew the table with `make conformance` and see what our engine says of the difference"
 
 
@@ -31,11 +33,23 @@ def spread(rows: dict[str, Row], count: int) -> dict[str, Row]:
     return {name: rows[name] for name in names[:: -(-len(names) // count)]}
 
 
-@pytest.mark.needs("consumable capacity")
-def test_the_real_cluster_still_says_what_the_table_says(cluster: Cluster) -> None:
+@pytest.fixture(scope="module")
+def judge(cluster: Cluster) -> Judge:
     publish(cluster)
-    judge = Judge(cluster)
+    return Judge(cluster)
+
+
+@pytest.mark.needs("consumable capacity")
+def test_the_real_cluster_still_says_what_the_table_says(judge: Judge) -> None:
     kept = spread(table.read(), ASKED)
     assert {row.valid for row in kept.values()} == {True, False}
     assert {answer for row in kept.values() for answer in row.devices.values()} == {True, False, "error"}
     assert rows_of(judge, {name: row.expression for name, row in kept.items()}) == kept, RENEW
+
+
+@pytest.mark.needs("consumable capacity")
+def test_generated_expressions_have_the_verdicts_of_the_real_cluster(judge: Judge) -> None:
+    texts = generated(GENERATED, seed=1)
+    different, costly = differences(judge, texts)
+    assert different == []
+    assert len(costly) < len(texts) // 4

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from controller.cluster.cache import TEMPLATE_HASH
 from controller.demand.pending_claims import PendingClaim
-from controller.eviction.evictor import owner_of
 from controller.explain.reason import ClaimReason
 from controller.explain.situation import Lookups
 from controller.explain.sources.availability import holders_of
@@ -66,7 +65,7 @@ class HoldingPods:
 
 def workload_of(pod: Pod) -> Reference | None:
     """The controller of ``pod``, or the Deployment if that is a ReplicaSet of one; None: the pod has none."""
-    owner = owner_of(pod)
+    owner = pod.controller
     if owner is None:
         return None
     ending, namespace = f"-{pod.metadata.labels.get(TEMPLATE_HASH)}", pod.metadata.namespace

@@ -14,7 +14,9 @@ from click.testing import CliRunner, Result
 
 from driver.model.plan import PATH, GpuReport, OfferMode, PlanMode, PlanStatus, encode_inventory
 from tessera.cli import main
+from tessera.simulate.sources import POLICIES
 from tests.support.api_server import SLICES, ObjectApi
+from tests.support.chart import rendered
 from tests.support.gpus import gpu_of
 from tests.support.scheduling import asked, matching
 from tests.unit.tessera.test_cli import KUBECONFIG, on_a_terminal
@@ -141,7 +143,10 @@ CASES: dict[str, tuple[list[Object], dict[str, list[str] | str]]] = {
         {"pod-of-a": ["h100-1-1/gpu/gpu-0-mig-1g10gb-6"]},
     ),
     "a constraint that no two devices meet": (
-        [claim("a", asked("gpu-inference-1g-10gb", count=2), constraints=[matching(f"{OURS}/uuid")])],
+        [
+            device_class("own", f'device.attributes["{OURS}"].type == "mig"'),
+            claim("a", asked("own", count=2), constraints=[matching(f"{OURS}/uuid")]),
+        ],
         {"pod-of-a": "ConstraintNotMet"},
     ),
 }
@@ -375,6 +380,16 @@ def test_a_pod_that_no_scheduler_places_has_the_reason_that_tessera_why_gives(
     assert outcome(found) == {"named": "NodeNameSet", "second": "OnOtherNodesOnly"}
 
 
+def test_a_pod_does_not_fit_on_nodes_whose_devices_have_a_taint(api: ObjectApi, cluster: list[str]) -> None:
+    selector, taint = {"driver": OURS, "pool": f"node-b-{OURS}"}, {"key": "broken", "effect": "NoSchedule"}
+    idle = ("--uncordon", "node-a", "--without", "team/holder")
+    for rules, others in (({}, ["node-b"]), ({"deviceSelector": selector, "taint": taint}, [])):
+        if rules:
+            api.store(f"{GROUP}/devicetaintrules/broken", spec=rules)
+        [placement] = simulated([claim("a", asked("gpu-inference"))], *cluster, *idle)["placements"]
+        assert (placement["node"], placement["alsoFitsOn"]) == ("node-a", others)
+
+
 def test_a_cordoned_node_is_uncordoned_with_its_taint(api: ObjectApi, cluster: list[str]) -> None:
     taint = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
     api.store("/api/v1/nodes/node-b", spec={"unschedulable": True, "taints": [taint]})
@@ -586,3 +601,63 @@ def test_long_work_shows_its_progress_on_a_terminal_only(
     assert [bar for bar in ("pods placed", "nodes filled") if bar in shown] == bars
     assert "GPUs in use" in shown
     assert run(objects, *options).stderr == ""
+
+
+HELD = claim("held", asked("gpu-inference-4g-40gb"))
+OTHERS: dict[str, list[Object]] = {
+    "the largest partition, which nobody offers": [claim("last", asked("gpu-inference-7g-80gb"))],
+    "next to a held partition": [HELD, claim("last", asked("gpu-inference-4g-40gb"))],
+    "more than most nodes have": [claim("last", asked("gpu-training", count=2))],
+    "partitions of one GPU": [HELD, {**MIXED_FAMILY, "metadata": {"name": "last"}}],
+    "an alternative": [HELD, claim("last", alternatives("gpu-inference-4g-40gb", "gpu-dev", "gpu-inference-3g-40gb"))],
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_pod_also_fits_on_the_nodes_that_would_take_it_if_it_had_to_run_there(case: str) -> None:
+    def placed(**spec: Any) -> Object:
+        last = pod("last", resourceClaims=[{"name": "gpu", "resourceClaimName": "last"}], **spec)
+        ran = json.loads(run([*OTHERS[case], last], "--nodes", "h100-1=3,l40s-8", "-o", "json").stdout)
+        [placement] = (each for each in ran["placements"] if each["pod"] == "default/last")
+        return dict(placement)
+
+    anywhere = placed()
+    nodes = ("h100-1-1", "h100-1-2", "h100-1-3", "l40s-8-1")
+    fitting = [name for name in nodes if placed(nodeSelector={"kubernetes.io/hostname": name})["node"]]
+    assert sorted([anywhere["node"], *anywhere["alsoFitsOn"]]) == fitting
+
+
+LIMIT_OF_PARTITIONS = "ask for 9 partitions together; 8 are allowed (admission.maxPartitions)"
+NINE = asked("gpu-inference-1g-10gb", count=9)
+JOB = {"template": {"spec": {"containers": [], "resourceClaims": [{"name": "g", "resourceClaimTemplateName": "nine"}]}}}
+OF_NINE = {"resources": {"limits": {"deviceclass.resource.kubernetes.io/gpu-inference-1g-10gb": 9}}}
+
+
+@pytest.mark.parametrize(
+    ("objects", "about"),
+    [
+        ([claim("a", NINE)], "default/a"),
+        ([template("nine", NINE), {"kind": "Job", "metadata": {"name": "a"}, "spec": JOB}], "default/a-0-g"),
+        ([pod("a", containers=[OF_NINE])], "default/a"),
+    ],
+)
+def test_what_an_admission_policy_would_refuse_is_not_placed_and_has_its_message(
+    objects: list[Object], about: str
+) -> None:
+    simulation = simulated([*objects, claim("b", ONE)], "--nodes", "dgx-h100", code=1)
+    refused, placed = sorted(simulation["placements"], key=lambda placement: placement["node"] is not None)
+    [reason] = refused["reasons"]
+    assert reason["claim"] == about
+    assert LIMIT_OF_PARTITIONS in reason["message"]
+    assert placed["node"] == "dgx-h100-1"
+
+
+def test_the_limits_of_the_policies_are_those_of_the_cluster(api: ObjectApi, cluster: list[str]) -> None:
+    def said() -> str:
+        three = asked("gpu-inference", f'device.attributes["{OURS}"].profile == "1g.10gb"', count=3)
+        return str(simulated([claim("a", three)], *cluster, "--without", "team/holder", code=1)["placements"])
+
+    for policy in rendered({"admission": {"maxPartitions": 2}}):
+        if policy["kind"] == "ValidatingAdmissionPolicy":
+            api.store(f"{POLICIES}/{policy['metadata']['name']}", spec=policy["spec"])
+    assert "ask for 3 partitions together; 2 are allowed" in said()
