@@ -255,7 +255,7 @@ def of_alternatives(best: Reason, reasons: Sequence[Reason], requests: Iterable[
         for alternative in request.alternatives
         if len(request.alternatives) > 1
     ]
-    others = sorted({reason.code for reason in reasons} - {best.code})
+    others = sorted({str(reason.code) for reason in reasons if reason.code is not best.code})
     if len(names) == len(reasons):  # only one request has alternatives
         named_reasons = zip(names, reasons, strict=True)
         others = [_of_alternative(name, reason, best) for name, reason in named_reasons if reason is not best][:SHOWN]
