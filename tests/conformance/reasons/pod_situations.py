@@ -130,9 +130,9 @@ def _claims(draw: st.DrawFn, there: Situation, has_taints: bool) -> list[str]:
     number = Counter(item.spec.pool.name for item in there.slices)
     is_complete = all(number[item.spec.pool.name] == item.spec.pool.resource_slice_count for item in there.slices)
     # All devices of an incomplete pool are an error for the scheduler, which tries again instead of reporting nodes.
-    amounts = [{}, {}, {"count": 2}, {"allocationMode": "All"} if is_complete else {}]
-    more: dict[str, Any] = draw(st.sampled_from(amounts))
-    more |= draw(st.sampled_from([{}, {}, {"tolerations": TOLERANT}])) if has_taints else {}
+    amounts: list[dict[str, Any]] = [{}, {}, {"count": 2}, {"allocationMode": "All"} if is_complete else {}]
+    more = draw(st.sampled_from(amounts))
+    more = more | draw(st.sampled_from([{}, {}, {"tolerations": TOLERANT}])) if has_taints else {}
     nics = request(NIC_CLASS, "nic", draw(st.sampled_from([None, FAST])), **more)
     gpu = request(selector=FULL)
     if draw(st.integers(0, 2)) == 0:
