@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -126,8 +127,12 @@ def _claims(draw: st.DrawFn, there: Situation, has_taints: bool) -> list[str]:
     if has_taints and draw(st.integers(0, 3)) == 0:
         selector = draw(st.sampled_from([{"driver": NIC}, {"pool": "a-nics"}, {"pool": "a-nics", "device": "nic-0"}]))
         there.taint_rule("broken", selector, key="cable", value="loose", effect=draw(st.sampled_from(EFFECTS)))
-    more: dict[str, Any] = draw(st.sampled_from([{}, {}, {"count": 2}, {"allocationMode": "All"}]))
-    more |= draw(st.sampled_from([{}, {}, {"tolerations": TOLERANT}])) if has_taints else {}
+    number = Counter(item.spec.pool.name for item in there.slices)
+    is_complete = all(number[item.spec.pool.name] == item.spec.pool.resource_slice_count for item in there.slices)
+    # All devices of an incomplete pool are an error for the scheduler, which tries again instead of reporting nodes.
+    amounts: list[dict[str, Any]] = [{}, {}, {"count": 2}, {"allocationMode": "All"} if is_complete else {}]
+    more = draw(st.sampled_from(amounts))
+    more = more | draw(st.sampled_from([{}, {}, {"tolerations": TOLERANT}])) if has_taints else {}
     nics = request(NIC_CLASS, "nic", draw(st.sampled_from([None, FAST])), **more)
     gpu = request(selector=FULL)
     if draw(st.integers(0, 2)) == 0:
