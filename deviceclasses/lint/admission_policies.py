@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from deviceclasses.cel.compiler import compile_untyped
 from deviceclasses.cel.engine import UNSUPPORTED_ERRORS
 from deviceclasses.cel.parser import parse
-from deviceclasses.cel.values import EvaluationError, Map, Value, start_work, string_map
+from deviceclasses.cel.values import EvaluationError, Map, Value, spend, start_work, string_map
 from deviceclasses.lint.documents import DRA_GROUP
 from deviceclasses.lint.findings import Issue
 from driver.config.shared_flags import DEFAULT_DRIVER
@@ -39,6 +39,9 @@ VARIABLES = ("object", "oldObject", "request", "variables")
 
 MAX_MESSAGE = 5 * 1024
 """Bytes of a message from an expression; the API server replaces a longer one by ``message``."""
+
+WORK_OF_VALUE = 50
+"""Units of work for each value of an object: the largest claim that the API server takes has some thousand values."""
 
 FAILURES = (EvaluationError, *UNSUPPORTED_ERRORS)
 Expression = Callable[..., Value]
@@ -85,6 +88,7 @@ class AdmissionPolicy:
             return expression(object_value, None, request, string_map(variables))
 
         with suppress(*FAILURES):
+            start_work()
             object_value = _cel_value(content)
             if all(value_of(condition) is True for condition in self._program.conditions):
                 for name, expression in self._program.variables:
@@ -159,12 +163,20 @@ def _decidable(expressions: Iterable[str]) -> Iterator[Expression]:
             yield _compiled(expression)
 
 
-def _cel_value(content: Any) -> Value:
-    """Decoded YAML as a value of CEL; a field without a value is the same as none."""
+def _cel_value(content: Any, *, with_null: bool = False) -> Value:
+    """Decoded YAML as a value of CEL. Null is the same as no field, except in opaque parameters.
+
+    It counts as work: by aliases, an object can be much larger than its text, or contain itself.
+    """
+    spend(WORK_OF_VALUE)
     if isinstance(content, Mapping):
-        return Map((str(name), _cel_value(value)) for name, value in content.items() if value is not None)
+        return Map(
+            (str(name), _cel_value(value, with_null=with_null or name == "parameters"))
+            for name, value in content.items()
+            if with_null or value is not None
+        )
     if isinstance(content, list):
-        return tuple(map(_cel_value, content))
+        return tuple(_cel_value(item, with_null=with_null) for item in content)
     if content is None or isinstance(content, (bool, int, float, str)):
         return content
     raise EvaluationError(f"no value of JSON: {type(content).__name__}")

@@ -29,7 +29,7 @@ LITERALS = {
     "version": ('semver("9.0.0")', 'semver("550.54.15")', 'semver("1.2.3-rc.1+build.5")'),
     "quantity": ('quantity("80Gi")', 'quantity("0")', 'quantity("1500m")', 'quantity("9984Mi")'),
 }
-COST = "cost exceeds budget"
+COST = "exceeds cost limit"
 """Part of what the API server says of an expression that it takes for too expensive."""
 
 
