@@ -70,6 +70,12 @@ def run(kubeconfig: Path, *flags: str) -> Result:
     return CliRunner().invoke(main, ["map", "--kubeconfig", str(kubeconfig), *flags])
 
 
+@pytest.fixture(autouse=True)
+def pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output that is as wide as it is: pytest-xdist sets the variable."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 def test_the_table_shows_gpus_and_the_summary(kubeconfig: Path) -> None:
     answer = run(kubeconfig)
     assert answer.exit_code == 0, answer.output
