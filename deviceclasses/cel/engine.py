@@ -85,9 +85,7 @@ def from_slice_device(driver: str, device: Mapping[str, Any]) -> CelDevice:
         return CelDevice(
             driver=driver,
             attributes=_by_domain(driver, device.get("attributes") or {}, _attribute),
-            capacity=_by_domain(
-                driver, device.get("capacity") or {}, lambda entry: parse_quantity(str(entry["value"]))
-            ),
+            capacity=_by_domain(driver, device.get("capacity") or {}, _capacity),
             allow_multiple_allocations=bool(device.get("allowMultipleAllocations")),
         )
     except (EvaluationError, KeyError) as error:

@@ -19,6 +19,7 @@ from controller.demand.selected_devices import Selector
 from controller.explain.situation import Lookups
 from controller.explain.sources.availability import listed, named_rule
 from controller.explain.sources.causes_in_pods_and_claims import LookedUp
+from controller.explain.sources.selector_sentences import brief
 from deviceclasses.cel.engine import from_slice_device
 from driver.errors import CelError
 from driver.kube.slice_types import DetailedDevice, DetailedSlice, newest_generation
@@ -183,7 +184,7 @@ class OtherDrivers:
             return None
         rejection = selector.rejection(seen) if isinstance(selector, Selector) else None
         if rejection is not None:
-            return f"not selected by {rejection.expression}"
+            return f"not selected by {brief(rejection.expression, need.driver)}"
         rules = self.queue.cluster.taint_rules
         taints = [(taint, f"taint {taint.text}") for taint in device.taints]
         taints += [

@@ -61,7 +61,7 @@ def selected_nowhere(feasibility: Feasibility, request: DeviceRequest) -> Reason
     driver = feasibility.matching.driver
     remedies = mistakes(selector.expressions, driver) or [remedy(first.device.kind, first.message)]
     way_out = "; ".join(hint for hint in remedies if hint and first.message not in hint)
-    expression = _brief(first.expression, driver) if len(first.expression) > MAX_CONDITION else first.expression
+    expression = brief(first.expression, driver) if len(first.expression) > MAX_CONDITION else first.expression
     whose = f" of DeviceClass {request.device_class}" if first.expression in request.class_selectors else ""
     sentence = f"request {name}: the selector {expression!r}{whose} fails on {first.device}: {first.message}"
     sentence += f"; {way_out}" if way_out else ""
@@ -78,7 +78,7 @@ def _no_match(feasibility: Feasibility, request: DeviceRequest) -> str:
         return f"no device of the cluster's {len(feasibility.fleet.gpus)} GPUs is selected by {texts}"
     culprit, others = _contradiction([verdicts for _, verdicts in met])
     wrong = mistakes(selector.expressions, driver)
-    condition = _brief(conditions[culprit], driver)
+    condition = brief(conditions[culprit], driver)
     if not others and not wrong and (text := _without_such_gpus(feasibility, condition)):
         return text
     devices = [device for device, verdicts in met if all(verdicts[index] for index in others)]
@@ -92,7 +92,7 @@ def _no_match(feasibility: Feasibility, request: DeviceRequest) -> str:
     there = f": {_listed_values(values)}" if values else ""
     if "device.driver" in condition:
         there = f": the driver of Tessera's devices is {driver}"
-    among = " and ".join(_brief(conditions[index], driver) for index in others)
+    among = " and ".join(brief(conditions[index], driver) for index in others)
     if (least := AT_LEAST.fullmatch(condition)) and values.get(least["name"]):
         largest = max(values[least["name"]], key=_size)
         asked = f"{least['name']} {'of more than' if least['than'] == '>' else 'of at least'} {least['amount']}"
@@ -121,7 +121,7 @@ def _contradiction(met: Sequence[tuple[bool, ...]]) -> tuple[int, list[int]]:
     return kept[-1], kept[:-1]
 
 
-def _brief(condition: str, driver: str) -> str:
+def brief(condition: str, driver: str) -> str:
     """The condition without the domain of the driver's own attributes."""
     ours = rf'device\.(?:attributes|capacity)\["{re.escape(driver)}"\]'
     condition = re.sub(rf'{ours}(?:\.|\["(\w+)"\])', r"\1", condition)

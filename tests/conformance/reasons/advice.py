@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from controller.explain.sources.selector_sentences import brief
 from deviceclasses.cel.library.quantity import parse_quantity
 from driver.kube.slice_types import DetailedSlice
 from driver.kube.types import Container, DeviceClaim, Node, PodSpec, Request, Resources
@@ -268,7 +269,8 @@ def _with_nic_request(there: Situation, without_selector: str | None = None, cou
     def of_request(request: Request) -> Request:
         if request.name != "nic" or request.exactly is None:
             return request
-        kept = [each for each in request.exactly.selectors if each.cel and each.cel.expression != without_selector]
+        selectors = request.exactly.selectors
+        kept = [each for each in selectors if each.cel and brief(each.cel.expression, NIC) != without_selector]
         exactly = msgspec.structs.replace(request.exactly, selectors=tuple(kept))
         if count is not None:
             exactly = msgspec.structs.replace(exactly, count=count, allocation_mode="ExactCount")

@@ -72,17 +72,18 @@ def reason_of(there: Situation, slices: list[DetailedSlice] | None) -> str:
         ),
         pytest.param(
             [nic_slice(nic("nic-0", speed=100))],
-            f"the only device of {NIC} on node a is not selected by {FAST}",
+            f"the only device of {NIC} on node a is not selected by speed >= 200",
             id="too slow",
         ),
         pytest.param(
             [nic_slice(nic("held"), nic("nic-1", speed=100), nic("nic-2", speed=50))],
-            f"of the 3 devices of {NIC} on node a, 1 is held by claim default/other, 2 are not selected by {FAST}",
+            f"of the 3 devices of {NIC} on node a, 1 is held by claim default/other, "
+            "2 are not selected by speed >= 200",
             id="one is held, two are too slow",
         ),
         pytest.param(
             [nic_slice(nic("held", speed=100))],
-            f"the only device of {NIC} on node a is not selected by {FAST}",
+            f"the only device of {NIC} on node a is not selected by speed >= 200",
             id="held, and too slow",
         ),
         pytest.param(
