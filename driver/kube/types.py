@@ -549,7 +549,10 @@ class GroupPolicy(Struct, frozen=True):
 
 
 class PodGroupSpec(Struct, frozen=True):
+    """``resource_claims``: those that all pods with the same entry share (KEP-5729)."""
+
     scheduling_policy: GroupPolicy = GroupPolicy()
+    resource_claims: tuple[PodResourceClaim, ...] = ()
 
 
 class PodGroupStatus(Struct, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -12,13 +12,14 @@ from pathlib import Path
 import click
 import msgspec
 
+from controller.explain.reason import ReasonCode
 from controller.report.cluster_view import read_cluster
 from deviceclasses.chart_classes import chart_classes
 from deviceclasses.lint.admission_policies import chart_policies
 from deviceclasses.lint.documents import Document, read_documents
 from driver.errors import UsageError
 from driver.kube.client import KubeClient
-from driver.kube.types import ClassSpec, DeviceClass, Metadata
+from driver.kube.types import ClassSpec, DeviceClass, Key, Metadata, Pod, PodGroup
 from tessera.cluster_options import ListOnceClient, access_of, with_driver_name, with_kubeconfig
 from tessera.simulate.fill import Filled
 from tessera.simulate.fill import fill as fill_cluster
@@ -91,7 +92,9 @@ def simulate(
     given.claims = {key: claim for key, claim in given.claims.items() if key not in existing}
     waiting.pods = [pod for pod in waiting.pods if pod.metadata.key not in names]
     imagined = ImaginedCluster(driver_name, content)
-    placements = _place(imagined, waiting) + _place(imagined, given)
+    imagined, of_cluster_pods = _place(imagined, waiting)
+    imagined, of_given_pods = _place(imagined, given)
+    placements = [*of_cluster_pods, *of_given_pods]
     filled = _filled(imagined, fill) if fill is not None else None
     result = Simulation(imagined, placements, {id(pod) for pod in given.pods}, fill, filled, given, summary)
     show(output, result.json, result.text)
@@ -118,7 +121,7 @@ def _changed(content: ClusterContent, gone: Sequence[str], uncordon: Sequence[st
 def _cluster(client: KubeClient, driver: str) -> tuple[ClusterContent, Workloads]:
     """The cluster as it is, and its pending pods."""
     view = read_cluster(client, driver)
-    return of_cluster(client, view, driver), Workloads(view.queue.pods)
+    return of_cluster(client, view, driver), Workloads(view.queue.pods, groups=view.snapshot.cluster.pod_groups)
 
 
 def _empty(driver: str) -> ClusterContent:
@@ -150,24 +153,48 @@ def _documents(paths: Sequence[str]) -> list[Document]:
     return documents
 
 
-def _place(cluster: ImaginedCluster, workloads: Workloads) -> list[PodPlacement]:
-    """Place the pods one after the other; the controller has settled before each."""
-    placements = []
+def _place(cluster: ImaginedCluster, workloads: Workloads) -> tuple[ImaginedCluster, list[PodPlacement]]:
+    """Place the pods one after the other, those of a gang together or not at all; the cluster after that."""
+    placements: list[PodPlacement] = []
     for key, claim in workloads.claims.items():
         if ("ResourceClaim", key) not in workloads.refused:
             cluster.add(claim)
+    groups: dict[Hashable, list[Pod]] = {}
+    for number, pod in enumerate(workloads.pods):
+        group = workloads.groups.get(pod.pod_group) if pod.pod_group is not None else None
+        groups.setdefault(pod.pod_group if group is not None and group.min_count else number, []).append(pod)
     with _progress("pods placed", len(workloads.pods)) as advance:
-        for pod in workloads.pods:
-            objects = [("Pod", pod.metadata.key), *(("ResourceClaim", key) for key in pod.claims)]
-            refused = [(key, workloads.refused[kind, key]) for kind, key in objects if (kind, key) in workloads.refused]
-            if refused:
-                reasons = tuple(UnplacedReason(str(key), "", sentence) for key, sentence in refused)
-                placements.append(PodPlacement(pod, reasons=reasons))
+        for key, pods in groups.items():
+            gang = workloads.groups[key] if isinstance(key, Key) else None
+            after = cluster if gang is None else cluster.fork()
+            placed = [_place_one(after, workloads, pod, advance) for pod in pods]
+            missing = 0 if gang is None else gang.min_count - sum(placement.node is not None for placement in placed)
+            if gang is not None and missing > 0:
+                placements += [_without_gang(gang, placement, gang.min_count - missing) for placement in placed]
             else:
-                placements.append(cluster.place(pod))
-                cluster.settle()
-            advance()
-    return placements
+                cluster = after
+                placements += placed
+    return cluster, placements
+
+
+def _place_one(cluster: ImaginedCluster, workloads: Workloads, pod: Pod, advance: Callable[[], None]) -> PodPlacement:
+    """Place one pod, unless an admission policy refuses it or a claim of it."""
+    objects = [("Pod", pod.metadata.key), *(("ResourceClaim", key) for key in pod.claims)]
+    refused = [(key, workloads.refused[kind, key]) for kind, key in objects if (kind, key) in workloads.refused]
+    if refused:
+        placement = PodPlacement(pod, reasons=tuple(UnplacedReason(str(key), "", text) for key, text in refused))
+    else:
+        placement = cluster.place(pod)
+        cluster.settle()
+    advance()
+    return placement
+
+
+def _without_gang(group: PodGroup, placement: PodPlacement, fitting: int) -> PodPlacement:
+    """The placement of a pod of a gang of which only so many pods fit."""
+    sentence = f"PodGroup {group.metadata.name} needs {group.min_count} pods at once; only {fitting} can be placed"
+    reason = UnplacedReason(str(placement.pod.metadata.key), ReasonCode.GANG.value, sentence)
+    return PodPlacement(placement.pod, reasons=(reason, *placement.reasons))
 
 
 def _filled(cluster: ImaginedCluster, device_class: str) -> Filled:

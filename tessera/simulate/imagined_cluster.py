@@ -148,6 +148,15 @@ class ImaginedCluster:
         """Let the controller decide what is offered from now on."""
         self._decide(keep=False)
 
+    def fork(self) -> ImaginedCluster:
+        """A cluster like this one: what is placed in it changes nothing here."""
+        claims = tuple(self._claims.values())
+        content = replace(self._content, fleet=self.fleet, claims=claims, offers=self._offers)
+        other = ImaginedCluster(self.driver, content, self._offer_count, self._clock)
+        other._matching, other._waiting = self._matching, list(self._waiting)
+        other._scheduler = self._scheduler.fork()
+        return other
+
     def holders(self, node: str) -> Mapping[str, str]:
         """The claims by the names of the devices that they have on ``node``."""
         held = self._index.held(Pool(node, self.driver).name)

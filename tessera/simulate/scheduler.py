@@ -65,6 +65,12 @@ class Scheduler:
     def bind(self, node: str) -> None:
         self._pods_on[node] += 1
 
+    def fork(self) -> Scheduler:
+        """A scheduler like this one, which counts further pods by itself."""
+        other = Scheduler(self._nodes, self._classes, self._eligibility, self._clock)
+        other._pods_on = Counter(self._pods_on)
+        return other
+
     def place(self, pod: Pod, claims: Sequence[Claim], slices: SliceIndex, held: HeldDevices) -> PodPlacement:
         """The pod on the node that suits it best, with devices of ``slices`` of which ``held`` are taken."""
         unknown = {name for claim in claims for name in claim.class_names} - self._classes.keys()

@@ -26,6 +26,7 @@ from driver.kube.types import (
     Metadata,
     Node,
     Pod,
+    PodGroup,
     PodResourceClaim,
     PodSpec,
     PodStatus,
@@ -48,7 +49,7 @@ Parsed = TypeVar("Parsed")
 
 @dataclass
 class Workloads:
-    """The pods in the order of the manifests, their claims, the ResourceClaimTemplates and the DeviceClasses.
+    """The pods in the order of the manifests, their claims and PodGroups, ResourceClaimTemplates and DeviceClasses.
 
     ``refused``: why admission policies refuse an object, by its kind and key. ``ignored`` are other objects,
     ``untried`` those that seem to make pods and have no pod template, and ``notes``
@@ -58,6 +59,7 @@ class Workloads:
     pods: list[Pod] = field(default_factory=list)
     claims: dict[Key, Claim] = field(default_factory=dict)
     classes: dict[str, DeviceClass] = field(default_factory=dict)
+    groups: Mapping[Key, PodGroup] = field(default_factory=dict)
     refused: dict[tuple[str, Key], str] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
     untried: list[str] = field(default_factory=list)
@@ -80,7 +82,8 @@ class Reader:
         self._find_template, self._nodes, self._policies = find_template, nodes, policies
         self._templates: dict[Key, ClaimSpec | None] = {}
         """The templates that were found; None: it does not exist."""
-        self._found = Workloads()
+        self._groups: dict[Key, PodGroup] = {}
+        self._found = Workloads(groups=self._groups)
 
     def read(self, documents: Iterable[Document]) -> Workloads:
         """The workloads. A claim that no pod refers to gets a pod. Raises UsageError.
@@ -123,6 +126,9 @@ class Reader:
                 self._keep(kind, template.metadata.key, self._refusal(kind, content))
                 self._templates[template.metadata.key] = template.spec.spec
                 self._found.templates.append(template)
+            case "PodGroup" if text(content, "apiVersion").startswith("scheduling.k8s.io/"):
+                group = _convert(document, content, PodGroup)
+                self._groups[group.metadata.key] = group
             case kind:
                 if templates := list(pod_templates(content)):
                     return templates
@@ -193,13 +199,18 @@ class Reader:
     def _pod(self, document: Document, metadata: Metadata, spec: Any) -> None:
         read = _convert(document, spec, PodSpec)
         created = tuple(
-            PodResourceClaim(pod_claim.name, self._created(document, metadata, pod_claim))
+            PodResourceClaim(pod_claim.name, self._created(document, self._owner(metadata, read, pod_claim), pod_claim))
             for pod_claim in read.resource_claims
             if pod_claim.resource_claim_template_name
         )
-        # A gang is placed pod by pod here.
-        plain = msgspec.structs.replace(read, scheduling_group=None, scheduling_gates=())
+        plain = msgspec.structs.replace(read, scheduling_gates=())
         self._found.pods.append(Pod(metadata, plain, PodStatus(resource_claim_statuses=created)))
+
+    def _owner(self, pod: Metadata, spec: PodSpec, pod_claim: PodResourceClaim) -> Metadata:
+        """Whose claim it is: that of the pod, or of its PodGroup if that has the same entry."""
+        key = Pod(pod, spec).pod_group
+        group = None if key is None else self._groups.get(key)
+        return pod if group is None or pod_claim not in group.spec.resource_claims else group.metadata
 
     def _created(self, document: Document, metadata: Metadata, pod_claim: PodResourceClaim) -> str:
         """The name of the claim that is created from a template; it does not exist if the template does not."""

@@ -41,8 +41,10 @@ POLICY = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies/one-
 TRAINING, DEV, ANY_PARTITION, MONITOR = "gpu-training", "gpu-dev", "gpu-inference", "gpu-monitor"
 SMALL, WHOLE_PARTITION = "gpu-inference-1g-10gb", "gpu-inference-7g-80gb"
 
-CARDS = ("a30-4", "dgx-a100", "dgx-a100-40gb", "dgx-b200", "dgx-h100", "dgx-h200")
-"""Nodes that together have every profile for which there is a class."""
+KINDS = ("a30-4", "dgx-a100", "dgx-a100-40gb", "dgx-b200", "dgx-h100", "dgx-h200", "gb200-nvl72-tray")
+KINDS += ("gb300-nvl72-tray", "h100-nvl-bridged", "hgx-b300", "hgx-h20", "rtx-pro-6000-8")
+CARDS = {**{kind: kind for kind in KINDS}, **{f"gh200-144gb-{number}": "gh200-144gb" for number in range(5)}}
+"""Nodes by name, and what they simulate: together they have every profile that has a class, enough for one of each."""
 
 TEN, FOUR = GpuSharing(lambda _: 10), GpuSharing(lambda _: 4)
 DISTINCT = f"{DRIVER}/parentUUID"
@@ -85,7 +87,7 @@ def node(cluster: Cluster, name: str, description: str, sharing: GpuSharing = UN
 
 @pytest.fixture(scope="module")
 def cards(cluster: Cluster) -> dict[str, Offering]:
-    return {card: node(cluster, card, card, FOUR) for card in CARDS}
+    return {name: node(cluster, name, description, FOUR) for name, description in CARDS.items()}
 
 
 @pytest.fixture(scope="module")

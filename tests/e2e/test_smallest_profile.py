@@ -40,8 +40,15 @@ TOLERATIONS = [{"operator": "Exists"}]
 
 
 @pytest.fixture(scope="module")
-def fleets() -> Iterator[TwinFleets]:
-    with control_plane("smallest") as cluster, twin_fleets(cluster) as running:
+def cluster() -> Iterator[Cluster]:
+    """Of this module: another process may use that of the session."""
+    with control_plane("smallest") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def fleets(cluster: Cluster) -> Iterator[TwinFleets]:
+    with twin_fleets(cluster) as running:
         yield running
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -661,3 +661,39 @@ def test_the_limits_of_the_policies_are_those_of_the_cluster(api: ObjectApi, clu
         if policy["kind"] == "ValidatingAdmissionPolicy":
             api.store(f"{POLICIES}/{policy['metadata']['name']}", spec=policy["spec"])
     assert "ask for 3 partitions together; 2 are allowed" in said()
+
+
+def gang(name: str, size: int, minimum: int, claims: Sequence[Object] = ()) -> list[Object]:
+    """A PodGroup and its pods, each with a claim for one GPU; ``claims`` are those that they share."""
+    policy = {"gang": {"minCount": minimum}}
+    spec = {"schedulingPolicy": policy, "resourceClaims": list(claims)}
+    entry = {"name": "gpu", "resourceClaimTemplateName": "one"}
+    group = {"apiVersion": "scheduling.k8s.io/v1beta1", "kind": "PodGroup", "metadata": {"name": name}, "spec": spec}
+    member = {"schedulingGroup": {"podGroupName": name}, "resourceClaims": [entry]}
+    return [template("one", exactly()), *(pod(f"{name}-{number}", **member) for number in range(size)), group]
+
+
+def test_the_pods_of_a_gang_are_placed_together_or_not_at_all() -> None:
+    alone = pod("alone", resourceClaims=[{"name": "gpu", "resourceClaimTemplateName": "one"}])
+    objects = [*gang("train", 3, minimum=3), alone]
+    refused = simulated(objects, "--nodes", "h100-1=2", code=1)
+    nodes = {placement["pod"]: placement["node"] for placement in refused["placements"]}
+    assert [name for name, node in nodes.items() if node] == ["default/alone"]
+    for placement in refused["placements"][:3]:
+        reason = placement["reasons"][0]
+        assert reason["code"] == "PodGroupNeedsMore"
+        assert reason["message"] == "PodGroup train needs 3 pods at once; only 2 can be placed"
+    placed = simulated(objects, "--nodes", "h100-1=4")
+    assert all(placement["node"] for placement in placed["placements"])
+
+
+def test_a_gang_may_have_more_pods_than_it_needs_at_once() -> None:
+    simulation = simulated(gang("train", 3, minimum=2), "--nodes", "h100-1=2", code=1)
+    assert [bool(placement["node"]) for placement in simulation["placements"]] == [True, True, False]
+
+
+def test_the_pods_of_a_group_share_the_claims_of_the_group() -> None:
+    shared = {"name": "gpu", "resourceClaimTemplateName": "one"}
+    simulation = simulated(gang("train", 3, minimum=3, claims=[shared]), "--nodes", "h100-1=2")
+    assert {placement["node"] for placement in simulation["placements"]} == {"h100-1-1"}
+    assert simulation["summary"]["gpusUsed"] == 1
