@@ -164,8 +164,8 @@ def _place(cluster: ImaginedCluster, workloads: Workloads) -> tuple[ImaginedClus
         group = workloads.groups.get(pod.pod_group) if pod.pod_group is not None else None
         groups.setdefault(pod.pod_group if group is not None and group.min_count else number, []).append(pod)
     with _progress("pods placed", len(workloads.pods)) as advance:
-        for key, pods in groups.items():
-            gang = workloads.groups[key] if isinstance(key, Key) else None
+        for group_key, pods in groups.items():
+            gang = workloads.groups[group_key] if isinstance(group_key, Key) else None
             after = cluster if gang is None else cluster.fork()
             placed = [_place_one(after, workloads, pod, advance) for pod in pods]
             missing = 0 if gang is None else gang.min_count - sum(placement.node is not None for placement in placed)
