@@ -53,7 +53,7 @@ def _holder(client: KubeClient, name: str, devices: tuple[str, ...]) -> HoldingC
     pods: tuple[str, ...] = ()
     with suppress(ApiError):
         claim = find_claim(client, key)
-        pods = tuple(user.name for user in claim.status.reserved_for if user.resource == "pods") if claim else ()
+        pods = tuple(consumer.name for consumer in claim.pod_consumers) if claim else ()
         pod = find_pod(client, Key(key.namespace, pods[0])) if pods else None
     deleted = any(known is not None and known.metadata.deletion_timestamp for known in (claim, pod))
     created = claim.metadata.creation_timestamp if claim is not None else None

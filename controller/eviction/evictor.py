@@ -185,9 +185,9 @@ class Evictor:
         """
         self.recent.refresh()
         pods = []
-        for consumer in claim.status.reserved_for:
+        for consumer in claim.pod_consumers:
             # A name that no pod can have is left out: it could lead elsewhere.
-            if consumer.resource == "pods" and SUBDOMAIN.fullmatch(consumer.name):
+            if SUBDOMAIN.fullmatch(consumer.name):
                 pod = find_pod(self._client, Key(claim.metadata.namespace, consumer.name))
                 # A later pod of the same name has nothing to do with it.
                 if pod is not None and pod.metadata.uid == consumer.uid and claim.metadata.key in pod.claims:

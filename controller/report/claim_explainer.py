@@ -15,7 +15,7 @@ from controller.eviction.failed_starts import FailedStart
 from controller.explain.events import ALLOCATED, NO_POD, NOT_USED
 from controller.explain.helpful_changes import HelpfulChange, changes_that_admit, changes_that_help
 from controller.explain.reason import OF_THE_POD, ClaimReason
-from controller.explain.sources.availability import Availability, SelectedGpu, holders_of, listed
+from controller.explain.sources.availability import Availability, SelectedGpu, listed
 from controller.explain.sources.causes_in_pods_and_claims import AllocatedPods
 from controller.explain.sources.scheduler_reports import report_of
 from controller.report.cluster_view import ClusterView
@@ -170,11 +170,10 @@ class Explainer:
             return self._of_reason(reason)
         reasoning = self._reasoning.for_claim(pending)
         available = [reasoning.availability(request, pending) for request in self._queue.requests(pending)]
-        usable = [gpu.entry for availability in available for gpu in availability.selected.usable]
         return replace(
             self._brief(pending, reason),
             requests=tuple(self._counts(pending, available)),
-            holders=tuple(sorted(holders_of(usable, self._queue.holders))),
+            holders=reasoning.holders(pending),
             changes=tuple(changes_that_help(reasoning, pending)),
         )
 

@@ -200,9 +200,8 @@ class ClusterReads(Lookups):
 
     def pod_of(self, claim: Key) -> Pod | None:
         try:
-            reserved = read_claim(self._client, claim.namespace, claim.name, any_age=True).status.reserved_for
-            names = [consumer.name for consumer in reserved if consumer.resource == "pods"]
-            return find_pod(self._client, Key(claim.namespace, names[0])) if names else None
+            consumers = read_claim(self._client, claim.namespace, claim.name, any_age=True).pod_consumers
+            return find_pod(self._client, Key(claim.namespace, consumers[0].name)) if consumers else None
         except ApiError:
             return None
 

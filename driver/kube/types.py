@@ -352,6 +352,11 @@ class Claim(Struct, frozen=True):
         return tuple(alternative.device_class_name for request in requests for alternative in request.alternatives)
 
     @property
+    def pod_consumers(self) -> tuple[Consumer, ...]:
+        """The pods that it is reserved for."""
+        return tuple(consumer for consumer in self.status.reserved_for if consumer.resource == "pods")
+
+    @property
     def pods(self) -> str:
         """The names of the pods that it is reserved for, for logs."""
         return ",".join(user.name for user in self.status.reserved_for if user.resource == "pods")

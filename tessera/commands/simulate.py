@@ -121,7 +121,7 @@ def _changed(content: ClusterContent, gone: Sequence[str], uncordon: Sequence[st
 def _cluster(client: KubeClient, driver: str) -> tuple[ClusterContent, Workloads]:
     """The cluster as it is, and its pending pods."""
     view = read_cluster(client, driver)
-    return of_cluster(client, view, driver), Workloads(view.queue.pods, groups=view.snapshot.cluster.pod_groups)
+    return of_cluster(client, view, driver), Workloads(view.queue.pods, groups=dict(view.snapshot.cluster.pod_groups))
 
 
 def _empty(driver: str) -> ClusterContent:
@@ -168,9 +168,9 @@ def _place(cluster: ImaginedCluster, workloads: Workloads) -> tuple[ImaginedClus
             gang = workloads.groups[group_key] if isinstance(group_key, Key) else None
             after = cluster if gang is None else cluster.fork()
             placed = [_place_one(after, workloads, pod, advance) for pod in pods]
-            missing = 0 if gang is None else gang.min_count - sum(placement.node is not None for placement in placed)
-            if gang is not None and missing > 0:
-                placements += [_without_gang(gang, placement, gang.min_count - missing) for placement in placed]
+            fitting = sum(placement.node is not None for placement in placed)
+            if gang is not None and fitting < gang.min_count:
+                placements += [_without_gang(gang, placement, fitting) for placement in placed]
             else:
                 cluster = after
                 placements += placed

@@ -59,7 +59,7 @@ class Workloads:
     pods: list[Pod] = field(default_factory=list)
     claims: dict[Key, Claim] = field(default_factory=dict)
     classes: dict[str, DeviceClass] = field(default_factory=dict)
-    groups: Mapping[Key, PodGroup] = field(default_factory=dict)
+    groups: dict[Key, PodGroup] = field(default_factory=dict)
     refused: dict[tuple[str, Key], str] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
     untried: list[str] = field(default_factory=list)
@@ -82,8 +82,7 @@ class Reader:
         self._find_template, self._nodes, self._policies = find_template, nodes, policies
         self._templates: dict[Key, ClaimSpec | None] = {}
         """The templates that were found; None: it does not exist."""
-        self._groups: dict[Key, PodGroup] = {}
-        self._found = Workloads(groups=self._groups)
+        self._found = Workloads()
 
     def read(self, documents: Iterable[Document]) -> Workloads:
         """The workloads. A claim that no pod refers to gets a pod. Raises UsageError.
@@ -128,7 +127,7 @@ class Reader:
                 self._found.templates.append(template)
             case "PodGroup" if text(content, "apiVersion").startswith("scheduling.k8s.io/"):
                 group = _convert(document, content, PodGroup)
-                self._groups[group.metadata.key] = group
+                self._found.groups[group.metadata.key] = group
             case kind:
                 if templates := list(pod_templates(content)):
                     return templates
@@ -209,7 +208,7 @@ class Reader:
     def _owner(self, pod: Metadata, spec: PodSpec, pod_claim: PodResourceClaim) -> Metadata:
         """Whose claim it is: that of the pod, or of its PodGroup if that has the same entry."""
         key = Pod(pod, spec).pod_group
-        group = None if key is None else self._groups.get(key)
+        group = None if key is None else self._found.groups.get(key)
         return pod if group is None or pod_claim not in group.spec.resource_claims else group.metadata
 
     def _created(self, document: Document, metadata: Metadata, pod_claim: PodResourceClaim) -> str:

@@ -10,7 +10,6 @@ from controller.cluster.cache import TEMPLATE_HASH
 from controller.demand.pending_claims import PendingClaim
 from controller.explain.reason import ClaimReason
 from controller.explain.situation import Lookups
-from controller.explain.sources.availability import holders_of
 from controller.explain.sources.causes_in_pods_and_claims import MAX_LOOKUPS_ONCE, LookedUp
 from controller.explain.sources.lacking_devices import Reasoning
 from driver.clock import Clock
@@ -51,11 +50,8 @@ class HoldingPods:
         return reason._replace(sentence="; ".join((reason.sentence, *relations(pending.pods[0], holders))))
 
     def _holders(self, pending: PendingClaim, reasoning: Reasoning, lookups: Lookups) -> list[HoldingPod]:
-        queue = reasoning.queue
-        available = [reasoning.availability(request, pending) for request in queue.requests(pending)]
-        usable = (gpu.entry for availability in available for gpu in availability.selected.usable)
         holders = []
-        for claim in holders_of(usable, queue.holders)[:MAX_HOLDERS]:
+        for claim in reasoning.holders(pending)[:MAX_HOLDERS]:
             namespace, _, name = claim.partition("/")
             pod = self.looked_up.get(claim, partial(lookups.pod_of, Key(namespace, name)))
             if pod is not None:

@@ -25,6 +25,7 @@ from controller.explain.sources.availability import (
     by_obstacle,
     failure_of,
     held_by,
+    holders_of,
     listed,
     matching_gpus,
     selected_gpus,
@@ -103,6 +104,8 @@ class KnownReasons:
     def __init__(self) -> None:
         self.permanent: dict[tuple[ClaimRequirements, NodeCondition], Reason | None] = {}
         self.temporary: dict[tuple[ClaimRequirements, NodeCondition], Reason | None] = {}
+        self.holders: dict[tuple[tuple[DeviceRequest, ...], NodeCondition], tuple[str, ...]] = {}
+        """By requests: the claims with devices of the GPUs that could serve them."""
         self.tainted: dict[Hashable, tuple[Feasibility, KnownReasons]] = {}
         """By DeviceTaintRules and selectors: the GPUs as a claim sees that does not tolerate the rules."""
         self._fleet: Fleet | None = None
@@ -116,6 +119,7 @@ class KnownReasons:
             self.permanent.clear()
         if not same_gpus or before is not fleet or len(self.temporary) >= MAX_KNOWN:
             self.temporary.clear()
+            self.holders.clear()
             self.tainted.clear()
         self._fleet, self._eligibility = fleet, eligibility
 
@@ -216,6 +220,15 @@ class Reasoning:
             failure = failure_of(fleet, request.selector, excluded)
             self._availabilities[key] = Availability(request, self._selected[matching], failure)
         return self._availabilities[key]
+
+    def holders(self, pending: PendingClaim) -> tuple[str, ...]:
+        """The claims with devices of the GPUs that could serve ``pending``, by name."""
+        requests, condition = tuple(self.queue.requests(pending)), self.queue.exclusion_key(pending)
+        if (requests, condition) not in self.known.holders:
+            selected = (self.availability(request, pending).selected for request in requests)
+            usable = (gpu.entry for selection in selected for gpu in selection.usable)
+            self.known.holders[requests, condition] = tuple(holders_of(usable, self.queue.holders))
+        return self.known.holders[requests, condition]
 
     def excluded(self, pending: PendingClaim) -> Mapping[str, Excluded]:
         """The nodes on which its pods can not run, and why."""

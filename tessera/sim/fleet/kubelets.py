@@ -54,7 +54,7 @@ def allocated(claim: Claim, driver: str) -> ClaimDevices | None:
     for result in claim.results:
         if result.driver == driver:
             devices[result.pool] = (*devices.get(result.pool, ()), result.device)
-    users = frozenset(user.uid for user in claim.status.reserved_for if user.resource == "pods")
+    users = frozenset(consumer.uid for consumer in claim.pod_consumers)
     return ClaimDevices(claim.metadata.uid, devices, users) if devices else None
 
 
