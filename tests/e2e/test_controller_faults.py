@@ -87,9 +87,12 @@ class Succession:
         return found
 
     def _stir_until_killed(self, leader: FaultyController, *points: Point) -> None:
-        """Some points are come to only when something is taken back once more."""
-        for last in (False, False, False, False, True):
-            self._jobs = stir(self._nodes, self._jobs)
+        """Some points are come to only when something is taken back once more.
+
+        Jobs that are like the ones before may get what those had, for ever; so more come, and more go, each other time.
+        """
+        for more, last in ((0, False), (4, False), (0, False), (4, False), (0, True)):
+            self._jobs = [*stir(self._nodes, self._jobs), *self._nodes.ask(SMALL, more)]
             try:
                 wait_for(lambda: not leader.running, 15, f"the controller to be killed {', '.join(map(str, points))}")
                 return
