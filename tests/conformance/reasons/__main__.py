@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -14,6 +14,7 @@ from controller.explain.reason import Reason
 from tests.conformance.allocator.judge import NO_LIMIT
 from tests.conformance.reasons.judge import RealScheduler, is_scheduled
 from tests.conformance.reasons.pod_situations import pod_situations
+from tests.conformance.reasons.quotas import quota_situations, walk_quotas
 from tests.conformance.reasons.statements import (
     Question,
     questions,
@@ -28,7 +29,11 @@ from tests.support.control_plane import control_plane
 from tests.support.features import has
 from tests.support.queues import Situation
 
+T = TypeVar("T")
+
 QUESTIONS_PER_SECOND = 10
+QUOTAS_SHARE = 20
+"""One of so many situations has quotas."""
 
 
 @click.command()
@@ -39,7 +44,7 @@ def main(count: int, seed_: int) -> None:
 
     In half of the situations a claim does not fit on up to three nodes of different products, with devices held,
     cordons, taints, DeviceTaintRules and faults. In the other half a free GPU is offered, and resources, taints,
-    labels, or NICs of another driver are in the way of the pod.
+    labels, or NICs of another driver are in the way of the pod, or, in one of ten, a ResourceQuota in that of its claim.
     """
     with control_plane("reasons", {"kube-scheduler": NO_LIMIT}) as cluster:
         false, summary = check(cluster, count, seed_, Progress())
@@ -59,17 +64,22 @@ def check(cluster: Cluster, count: int, number: int, progress: Progress = SILENT
     lacking = generate(situations(), half, number, lambda there: _reason(there) is not None)
     asked = [question for there in lacking for question in (*questions(there), *smaller_releases(there))]
     codes = Counter(str(reason.code) for there in lacking if (reason := _reason(there)) is not None)
-    drawn = generate(pod_situations(has_taints=has(cluster, "device taint rules")), count - half, number)
+    refused = generate(quota_situations(has(cluster, "extended resources")), count // QUOTAS_SHARE, number)
+    drawn = generate(pod_situations(has(cluster, "device taint rules")), count - half - len(refused), number)
     with progress.part(f"{len(drawn)} pods", len(drawn) * 3 / QUESTIONS_PER_SECOND):
         walks = walk(scheduler, drawn)
+    with progress.part(f"{len(refused)} claims under quotas", len(refused)):
+        quota_walks = walk_quotas(cluster.api, refused)
     false = [f"{text}\n{described(each.now)}" for each in walks for text in each.false]
+    false += [f"{text}\n{each.quotas}" for each in quota_walks for text in each.false]
     asked += [question for each in walks for question in each.questions]
-    codes += Counter(str(reason.code) for each in walks for reason in each.reasons)
+    said = [reason for each in (*walks, *quota_walks) for reason in each.reasons]
+    codes += Counter(str(reason.code) for reason in said)
     with progress.part(f"{len(asked)} statements", len(asked) / QUESTIONS_PER_SECOND):
         false += _false(scheduler, asked)
     kinds = ", ".join(f"{times} {code}" for code, times in codes.most_common())
-    statements = len(asked) + sum(len(each.reasons) for each in walks)
-    return false, f"{half + len(walks)} situations ({kinds}), {statements} statements: {len(false)} false"
+    statements = len(asked) + len(said)
+    return false, f"{half + len(walks) + len(quota_walks)} situations ({kinds}), {statements} statements: {len(false)} false"
 
 
 def _false(scheduler: RealScheduler, asked: list[Question]) -> Iterable[str]:
@@ -80,13 +90,13 @@ def _false(scheduler: RealScheduler, asked: list[Question]) -> Iterable[str]:
 
 
 def generate(
-    strategy: SearchStrategy[Situation],
+    strategy: SearchStrategy[T],
     count: int,
     number: int,
-    accepted: Callable[[Situation], Any] = lambda _: True,
-) -> list[Situation]:
+    accepted: Callable[[T], Any] = lambda _: True,
+) -> list[T]:
     """``count`` accepted situations; the same for the same ``number``."""
-    found: list[Situation] = []
+    found: list[T] = []
 
     @seed(number)
     @settings(
@@ -97,7 +107,7 @@ def generate(
         suppress_health_check=list(HealthCheck),
     )
     @given(strategy)
-    def gather(there: Situation) -> None:
+    def gather(there: T) -> None:
         if len(found) < count and accepted(there):
             found.append(there)
 

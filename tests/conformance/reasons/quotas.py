@@ -1,0 +1,216 @@
+"""Claims that a ResourceQuota refuses: does what is said of their pods until the API server creates the claim."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from hypothesis import strategies as st
+
+from controller.explain.reason import ClaimReason, ReasonCode
+from driver.errors import ApiError
+from tests.conformance.allocator.judge import CLASSES, GROUP, WRITERS
+from tests.conformance.reasons.pod_situations import CREATED
+from tests.harness.api import Api
+from tests.harness.waiting import wait_for
+from tests.support.queues import Situation, request
+from tests.support.reasons import Answers, reasons_of_unplaced
+
+SMALL, LARGE, TRAINING = "small", "large", "training"
+RESOURCE = "example.com/training"
+"""The extendedResourceName of the class ``training``, where the API server has that field."""
+
+OF_CLASS = ".deviceclass.resource.k8s.io/devices"
+CLAIMS = "count/resourceclaims.resource.k8s.io"
+RECKONED_S = 60.0
+MAX_QUOTAS, MAX_EXISTING, PLENTY = 3, 3, "1000"
+
+REFUSAL = re.compile(r"the ResourceQuota (?P<quota>\S+): (?P<used>.+? used)(?:, by claims? (?P<by>.+))?$")
+USED = re.compile(r"(\d+) of (\d+) (\S+) used")
+
+
+class Quotas(NamedTuple):
+    """Limits by quota and resource, the requests of the claims that exist already, and those of the next one."""
+
+    hard: Mapping[str, Mapping[str, str]]
+    existing: Sequence[Sequence[dict[str, Any]]]
+    wanted: Sequence[dict[str, Any]]
+    extended: bool
+
+
+@st.composite
+def quota_situations(draw: st.DrawFn, extended: bool = True) -> Quotas:
+    """``extended``: whether classes can have names of extended resources, which quotas count, too."""
+    resources = [SMALL + OF_CLASS, LARGE + OF_CLASS, TRAINING + OF_CLASS, CLAIMS]
+    if extended:
+        resources += [f"requests.{RESOURCE}", f"requests.deviceclass.resource.kubernetes.io/{TRAINING}"]
+    limits = st.dictionaries(st.sampled_from(resources), st.sampled_from("01234"), min_size=1, max_size=3)
+    hard = {f"quota-{number}": draw(limits) for number in range(draw(st.integers(1, MAX_QUOTAS)))}
+    existing = draw(st.lists(_requests(), max_size=MAX_EXISTING))
+    return Quotas(hard, existing, draw(_requests()), extended)
+
+
+@st.composite
+def _requests(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Of one claim."""
+    number = draw(st.integers(1, 2))
+    return [draw(st.one_of(_exactly(f"r-{index}"), _alternatives(f"r-{index}"))) for index in range(number)]
+
+
+CLASS_NAMES = st.sampled_from([SMALL, LARGE, TRAINING])
+AMOUNTS = st.sampled_from([{}, {}, {"count": 2}, {"allocationMode": "All"}])
+
+
+def _exactly(name: str) -> st.SearchStrategy[dict[str, Any]]:
+    return st.builds(lambda device_class, more: request(device_class, name, **more), CLASS_NAMES, AMOUNTS)
+
+
+@st.composite
+def _alternatives(draw: st.DrawFn, name: str) -> dict[str, Any]:
+    classes = draw(st.lists(CLASS_NAMES, min_size=1, max_size=3))
+    wanted = [
+        {"name": f"a-{number}", "deviceClassName": device_class, "count": draw(st.integers(1, 2))}
+        for number, device_class in enumerate(classes)
+    ]
+    return {"name": name, "firstAvailable": wanted}
+
+
+@dataclass
+class QuotaWalk:
+    """One claim. ``reasons`` and ``false`` are filled by ``run``."""
+
+    api: Api
+    name: str
+    quotas: Quotas
+    reasons: list[ClaimReason] = field(default_factory=list)
+    false: list[str] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Raise what is said to be too little, until the claim is created."""
+        there = _Namespace(self.api, self.name, self.quotas)
+        raised: dict[str, dict[str, str]] = {}
+        while (refusal := there.refusal()) is not None:
+            reason = self._reason(refusal)
+            match = None if reason is None else REFUSAL.search(reason.sentence)
+            if reason is None or reason.code != ReasonCode.OVER_QUOTA or match is None:
+                self.false.append(f"{reason and reason.sentence} does not name the quota [{refusal}]")
+                return
+            self.reasons.append(reason)
+            used = {name: (number, limit) for number, limit, name in USED.findall(match["used"])}
+            already = raised.setdefault(match["quota"], {})
+            if not used or not already.keys().isdisjoint(used):
+                self.false.append(f"doing what is said does not help: {reason.sentence} [{refusal}]")
+                return
+            self._check_numbers(there, match["quota"], used, reason)
+            if len(self.reasons) == 1:
+                self._check_holders(match, used, reason)
+            already |= dict.fromkeys(used, PLENTY)
+            there.raise_limits(match["quota"], already)
+
+    def _check_numbers(
+        self, there: _Namespace, quota: str, used: Mapping[str, tuple[str, str]], reason: ClaimReason
+    ) -> None:
+        status = there.quota(quota)["status"]
+        truth = {name: (status["used"].get(name), status["hard"].get(name)) for name in used}
+        if truth != used:
+            self.false.append(f"used are {truth}: {reason.sentence}")
+
+    def _check_holders(
+        self, match: re.Match[str], used: Mapping[str, tuple[str, str]], reason: ClaimReason
+    ) -> None:
+        """Whether all that is used is used by the claims that are named, and would suffice without them."""
+        other = _Namespace(self.api, f"{self.name}-freed", self.quotas)
+        other.delete([] if match["by"] is None else match["by"].split(", "))
+        left = {name: other.quota(match["quota"])["status"]["used"][name] for name in used if name != CLAIMS}
+        if set(left.values()) - {"0"}:
+            self.false.append(f"without these claims {left} are used: {reason.sentence}")
+        other.delete(other.existing)
+        again = other.refusal()
+        same = again is not None and f"exceeded quota: {match['quota']}," in again
+        if reason.permanent and again is None:
+            self.false.append(f"it is permanent, but not without other claims: {reason.sentence}")
+        if not reason.permanent and same:
+            self.false.append(f"it is not permanent, but so without other claims: {reason.sentence} [{again}]")
+
+    def _reason(self, refusal: str) -> ClaimReason | None:
+        """What is said of the pod for which the claim is to be created."""
+        there = Situation([])
+        for name, spec in _classes(self.quotas.extended).items():
+            there.device_class(name, **spec)
+        for index, requests in enumerate(self.quotas.existing):
+            there.claim(f"claim-{index}", *requests)
+        template = [{"name": "gpu", "resourceClaimTemplateName": "template"}]
+        there.pod("pod", metadata={"creationTimestamp": CREATED}, resourceClaims=template)
+        return next(iter(reasons_of_unplaced(there.queue, Answers(exists=True, failure=refusal))), None)
+
+
+def _classes(extended: bool) -> dict[str, dict[str, str]]:
+    return {SMALL: {}, LARGE: {}, TRAINING: {"extendedResourceName": RESOURCE} if extended else {}}
+
+
+class _Namespace:
+    """A namespace with the quotas and the claims of a situation."""
+
+    def __init__(self, api: Api, name: str, quotas: Quotas) -> None:
+        self._api, self._wanted = api, quotas.wanted
+        self._quotas = f"/api/v1/namespaces/{name}/resourcequotas"
+        self._claims = f"{GROUP}/namespaces/{name}/resourceclaims"
+        self.existing = [f"claim-{index}" for index in range(len(quotas.existing))]
+        api.post("/api/v1/namespaces", {"metadata": {"name": name}})
+        for claim, requests in zip(self.existing, quotas.existing, strict=True):
+            self._create(claim, requests)
+        for quota, hard in quotas.hard.items():
+            # With a count of claims in each, it can be seen which claims a quota has counted.
+            api.post(self._quotas, {"metadata": {"name": quota}, "spec": {"hard": {CLAIMS: PLENTY, **hard}}})
+        self._wait_counted(quotas.hard)
+
+    def quota(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self._api.get(f"{self._quotas}/{name}")
+        return found
+
+    def refusal(self) -> str | None:
+        """Why the API server does not create the claim; None: it has created it."""
+        try:
+            self._create("wanted", self._wanted)
+        except ApiError as error:
+            return str(error)
+        return None
+
+    def raise_limits(self, quota: str, limits: Mapping[str, str]) -> None:
+        self._api.patch(f"{self._quotas}/{quota}", {"spec": {"hard": dict(limits)}})
+        self._wait_counted([quota])
+
+    def delete(self, claims: Sequence[str]) -> None:
+        for claim in claims:
+            if claim in self.existing:
+                self._api.request("DELETE", f"{self._claims}/{claim}")
+        self.existing = [claim for claim in self.existing if claim not in claims]
+        self._wait_counted([item["metadata"]["name"] for item in self._api.get(self._quotas)["items"]])
+
+    def _create(self, claim: str, requests: Sequence[dict[str, Any]]) -> None:
+        self._api.post(self._claims, {"metadata": {"name": claim}, "spec": {"devices": {"requests": requests}}})
+
+    def _wait_counted(self, quotas: Sequence[str] | Mapping[str, Any]) -> None:
+        """Until these quotas have counted the claims that exist, with the limits that they have now."""
+
+        def is_counted(name: str) -> bool:
+            quota = self.quota(name)
+            status = quota.get("status", {})
+            counted = status.get("used", {}).get(CLAIMS) == str(len(self.existing))
+            return counted and status.get("hard") == quota["spec"]["hard"]
+
+        for quota in quotas:
+            wait_for(lambda quota=quota: is_counted(quota), RECKONED_S, f"{self._quotas}/{quota} counts")  # type: ignore[misc]
+
+
+def walk_quotas(api: Api, situations: Sequence[Quotas]) -> list[QuotaWalk]:
+    """The walks of the claims that are not created at once."""
+    for name, spec in _classes(any(each.extended for each in situations)).items():
+        api.post(CLASSES, {"metadata": {"name": name}, "spec": spec})
+    walks = [QuotaWalk(api, f"quota-{index}", quotas) for index, quotas in enumerate(situations)]
+    with ThreadPoolExecutor(WRITERS) as writers:
+        list(writers.map(QuotaWalk.run, walks))
+    return [each for each in walks if each.reasons or each.false]
