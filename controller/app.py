@@ -24,7 +24,7 @@ from driver.watchdog import Watchdog
 if TYPE_CHECKING:
     from controller.controller import Controller
     from controller.metrics import ControllerMetrics
-    from driver.config.shared_flags import ListenAddress
+    from driver.config.flag_values import ListenAddress
     from driver.http import Page
     from driver.kube.client import RequestObserver
     from driver.kube.lease import Timing

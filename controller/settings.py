@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from driver.config.shared_flags import (
+from driver.config.flag_values import (
     DEFAULT_DRIVER,
     ListenAddress,
     check_driver_name,

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from driver.config.shared_flags import DEFAULT_DRIVER
-from driver.config.yaml_reader import YamlLoader, read_yaml
+from driver.config.flag_values import DEFAULT_DRIVER
+from driver.config.libyaml_loader import YamlLoader, read_yaml
 
 FULL_GPU, ANY_PARTITION, SHARE_OF_GPU, MONITORS = "gpu-training", "gpu-inference", "gpu-dev", "gpu-monitor"
 """Names of classes; a class for partitions of one profile has a name of its own."""

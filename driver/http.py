@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 from urllib.parse import parse_qs
 
-from driver.config.shared_flags import ListenAddress
+from driver.config.flag_values import ListenAddress
 from driver.errors import EnvironmentFault
 
 log = logging.getLogger(__name__)

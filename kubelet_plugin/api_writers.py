@@ -11,11 +11,11 @@ from typing import Any
 
 from driver.kube.client import ApiReach, KubeClient, load_configuration
 from driver.kube.events import Recorder
-from driver.kube.typed_reads import owner_reference
+from driver.kube.get_and_list import owner_reference
 from driver.model.device import Device
 from driver.model.plan import PlanSpec
-from driver.slices.api_server_fields import KeptFields
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
+from driver.slices.dropped_fields import KeptFields
 from driver.slices.publisher import PresentSlices, Publisher, SliceStep, SliceWriteObserver
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.records import ClaimRecord
@@ -26,7 +26,7 @@ from kubelet_plugin.health.device_health import HealthMonitor
 from kubelet_plugin.metrics.metrics_interface import Measurements
 from kubelet_plugin.plan.follower import PlanFollower
 from kubelet_plugin.plan.instructions import WatchedInstructions
-from kubelet_plugin.plan.memory import PlanFile
+from kubelet_plugin.plan.plan_file import PlanFile
 from kubelet_plugin.plan.plan_status import FenceRelease, PlanReport, PlanStatusWriter
 from kubelet_plugin.reconcile.background_work import BackgroundWork
 from kubelet_plugin.reconcile.uninstall import Uninstall

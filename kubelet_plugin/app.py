@@ -29,7 +29,7 @@ from kubelet_plugin.cdi.spec_format import SpecFormat
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.files import probe
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
-from kubelet_plugin.checkpoint.known_gpus import KnownGpus
+from kubelet_plugin.checkpoint.recorded_gpus import KnownGpus
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, held_shares
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.partitions import Partitions
@@ -47,7 +47,7 @@ from kubelet_plugin.inventory.scan import NvmlEventListener, ScanLoop, Scanner
 from kubelet_plugin.inventory.standalone_offers import check_layouts, setting_warnings
 from kubelet_plugin.metrics import probes
 from kubelet_plugin.metrics.metrics_interface import Measurements
-from kubelet_plugin.plan.memory import PlanFile
+from kubelet_plugin.plan.plan_file import PlanFile
 from kubelet_plugin.reconcile.background_work import BackgroundWork, ClaimActivity
 from kubelet_plugin.reconcile.orphans import Orphans
 from kubelet_plugin.reconcile.pod_prerequisites import NodeChecks, OutdatedClaims

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from driver.config.shared_flags import (
+from driver.config.flag_values import (
     DEFAULT_DRIVER,
     SUBDOMAIN,
     ListenAddress,

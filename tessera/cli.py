@@ -29,7 +29,7 @@ COMMAND_MODULES = {
     "controller": "controller.app",
     "cordon": "tessera.commands.maintenance.cordon",
     "drain": "tessera.commands.maintenance.drain",
-    "sim": "tessera.sim.commands",
+    "sim": "tessera.sim.node_commands",
     "template": "tessera.commands.node_template",
     "uncordon": "tessera.commands.maintenance.cordon",
     "version": "tessera.version",

@@ -11,12 +11,12 @@ from urllib.parse import urlencode
 import click
 from click.core import ParameterSource
 
-from driver.config.shared_flags import DEFAULT_DRIVER
+from driver.config.flag_values import DEFAULT_DRIVER
 from driver.errors import NOT_FOUND, EnvironmentFault, UsageError, accepted_status
 from driver.kube.client import KubeClient
 from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING
 from driver.kube.credentials import POD, Access, load_configuration
-from driver.kube.typed_reads import read_all
+from driver.kube.get_and_list import read_all
 from driver.kube.types import GpuNodePlan
 from driver.model.plan import PATH
 

@@ -9,7 +9,7 @@ from controller.report.claim_explainer import Explanation, key_of
 from controller.report.cluster_view import ClusterView
 from driver.errors import NOT_FOUND, ApiError, accepted_status
 from driver.kube.client import KubeClient
-from driver.kube.typed_reads import find_pod, read_claim
+from driver.kube.get_and_list import find_pod, read_claim
 from driver.kube.types import Claim, Key
 
 MAX_HOLDERS = 20

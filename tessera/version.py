@@ -11,7 +11,7 @@ import msgspec
 
 from driver.errors import ApiError, EnvironmentFault
 from driver.kube.client import KubeClient
-from driver.kube.typed_reads import read_all
+from driver.kube.get_and_list import read_all
 from driver.kube.types import ObjectMeta
 from tessera.cluster_options import UNKNOWN, client_of, package_version, with_kubeconfig
 from tessera.tables_and_drawings import columns, counted, printable, show, with_output

@@ -19,8 +19,8 @@ from controller.cluster.claim_index import ClaimIndex, ClusterState, PoolDevice
 from controller.cluster.node_views import NodeChanges, NodeView, NodeViews, PoolPart, PublishedSlice
 from controller.cluster.optional_resources import OptionalCache, claim_templates, device_taint_rules, pod_groups
 from driver.kube.client import KubeClient
+from driver.kube.get_and_list import RESOURCE_GROUP
 from driver.kube.slice_types import ResourceSlice
-from driver.kube.typed_reads import RESOURCE_GROUP
 from driver.kube.types import (
     Allocation,
     Claim,

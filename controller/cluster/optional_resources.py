@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError
 from driver.kube.client import KubeClient
-from driver.kube.typed_reads import RESOURCE_GROUP
+from driver.kube.get_and_list import RESOURCE_GROUP
 from driver.kube.types import (
     ClaimTemplate,
     Condition,

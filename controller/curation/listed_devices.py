@@ -8,7 +8,7 @@ So a constant set of devices is listed, which means: published with the taint of
 be held, or overlap held devices: shared counters keep the scheduler from allocating both. The scheduler judges a device
 in this order: in use, selectors, capacity, counters, taints.
 
-For Workloads that wait in Kueue's queue (``controller.demand.queued_workloads``) as many devices are listed as their
+For Workloads that wait in Kueue's queue (``controller.demand.queued_workload_claims``) as many devices are listed as their
 claims ask for.
 """
 
@@ -20,7 +20,7 @@ from itertools import chain, islice, zip_longest
 from typing import NamedTuple
 
 from controller.cluster.fleet import Fleet, FleetGpu, Hardware
-from controller.demand.queued_workloads import QueuedNeed
+from controller.demand.queued_workload_claims import QueuedNeed
 from driver.model.offer import FULL, Offer, OfferKind
 
 

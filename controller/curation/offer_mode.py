@@ -11,7 +11,7 @@ from typing import NamedTuple
 from controller.cluster.node_views import NodeView
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
-from driver.kube.typed_reads import minor_version
+from driver.kube.get_and_list import minor_version
 from driver.model.plan import COUNTERS_FIELD, OfferMode
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from controller.curation.listed_devices import ListedDevices
 from controller.curation.planner import OfferPlanner, PlannedOffers
 from controller.decision.read import DecisionInput, NodeStates
 from controller.demand.pending_claims import Queue
-from controller.demand.queued_workloads import queued_needs
+from controller.demand.queued_workload_claims import queued_needs
 from controller.settings import ControllerSettings
 from driver.kube.types import Pod
 from driver.model.offer import Offer

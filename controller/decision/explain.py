@@ -15,12 +15,12 @@ from controller.decision.choose import ChosenOffers, WaitsFor
 from controller.decision.read import DecisionInput
 from controller.demand.feasibility import Feasibility
 from controller.demand.pending_claims import Queue
-from controller.demand.queued_workloads import WorkloadQueue
+from controller.demand.queued_workload_claims import WorkloadQueue
 from controller.explain.events import EventReporter, written_events
 from controller.explain.pipeline import ReasonFinder
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.situation import DisjointPlan, Situation
-from controller.explain.sources.lacking_devices import Reasoning, reason_of
+from controller.explain.sources.no_free_device import Reasoning, reason_of
 from controller.fence.fence import Fence
 from controller.report.cluster_view import ClusterReads, ClusterView
 from controller.settings import ControllerSettings

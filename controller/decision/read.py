@@ -24,7 +24,7 @@ from controller.curation.offer_mode import ClusterMode
 from controller.demand.feasibility import Matching
 from controller.demand.node_eligibility import Eligibility
 from controller.demand.pending_claims import Queue
-from controller.demand.queued_workloads import WorkloadQueue
+from controller.demand.queued_workload_claims import WorkloadQueue
 from controller.settings import ControllerSettings
 from driver.kube.client import KubeClient
 from driver.kube.types import ExactDeviceRequest

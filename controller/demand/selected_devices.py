@@ -23,7 +23,7 @@ from controller.demand.gpu_equivalence_classes import (
     examples_of,
     representatives,
 )
-from controller.demand.selector_time import BUDGET_SECONDS, EXHAUSTED, BudgetExhausted, SelectorTime
+from controller.demand.namespace_selector_time import BUDGET_SECONDS, EXHAUSTED, BudgetExhausted, SelectorTime
 from deviceclasses.cel.engine import CelDevice, Program, from_slice_device, try_compile
 from driver.errors import CelError
 from driver.model.device import Device, Monitor

@@ -14,11 +14,11 @@ import msgspec
 
 from controller.demand.node_eligibility import meets
 from controller.eviction.recent_evictions import RecentEvictions
-from driver.config.shared_flags import SUBDOMAIN
+from driver.config.flag_values import SUBDOMAIN
 from driver.errors import CONFLICT, NOT_FOUND, SERVER_ERROR, ApiError
 from driver.kube.client import KubeClient
 from driver.kube.events import Recorder
-from driver.kube.typed_reads import find_pod, read_all, read_object
+from driver.kube.get_and_list import find_pod, read_all, read_object
 from driver.kube.types import Claim, Expression, Key, OwnerReference, Pod, Reference
 
 if TYPE_CHECKING:

@@ -23,10 +23,10 @@ from controller.eviction.evictor import (
     Trigger,
     pod_reference,
 )
-from driver.config.shared_flags import SUBDOMAIN
+from driver.config.flag_values import SUBDOMAIN
 from driver.errors import NOT_FOUND, ApiError
 from driver.kube.client import KubeClient
-from driver.kube.typed_reads import read_claim
+from driver.kube.get_and_list import read_claim
 from driver.kube.types import Claim, GpuNodePlan, Key, Pod, Reference
 from driver.model.plan import MOST_UNPREPARED, FailureCause, UnpreparedClaim
 from driver.slices.slice_names import Pool

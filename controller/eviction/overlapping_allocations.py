@@ -18,7 +18,7 @@ from controller.eviction.evictor import PASS_SECONDS, Evictor, Outcome, Trigger,
 from controller.settings import ControllerSettings
 from driver.errors import NOT_FOUND, ApiError
 from driver.kube.client import KubeClient
-from driver.kube.typed_reads import read_claim
+from driver.kube.get_and_list import read_claim
 from driver.kube.types import Claim, Pod
 from driver.model.plan import Held
 from driver.slices.slice_names import Pool

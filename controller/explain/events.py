@@ -19,11 +19,11 @@ from controller.cluster.node_use_labels import faults_in
 from controller.cluster.optional_resources import POD_GROUP_VERSION
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.explain.reason import ClaimReason, Reason, ReasonCode
-from controller.explain.sources.availability import listed
+from controller.explain.sources.selected_gpus import listed
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.events import Recorder, Type
-from driver.kube.typed_reads import read_all
+from driver.kube.get_and_list import read_all
 from driver.kube.types import Claim, Key, Metadata, Node, Pod, Reference, Struct
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,8 @@ from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.node_eligibility import Excluded, Exclusion
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements, DeviceRequest, RefusedRequest, joined
-from controller.explain.sources.availability import (
+from controller.explain.sources.no_free_device import Reasoning
+from controller.explain.sources.selected_gpus import (
     Availability,
     Obstacle,
     by_obstacle,
@@ -26,7 +27,6 @@ from controller.explain.sources.availability import (
     tainting_rules,
     without,
 )
-from controller.explain.sources.lacking_devices import Reasoning
 from driver.kube.types import PAUSED
 from driver.model.gpu import MigMode
 

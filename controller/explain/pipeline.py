@@ -5,7 +5,7 @@ gets the reason of the first of these sources that has one; ``with_scheduler`` a
 
 1. ``causes_in_pods_and_claims``: no scheduler tries the pod, a claim of it is missing, refused by a quota or being
    deleted, no class provides its extended resource, or its claims are allocated and it is not placed.
-2. ``lacking_devices``: no free device satisfies the claim, or its gang lacks devices. No offer helps either.
+2. ``no_free_device``: no free device satisfies the claim, or its gang lacks devices. No offer helps either.
 3. ``waiting_gangs``: the scheduler tries no pod of the gang before the missing ones exist.
 4. ``pending_despite_offers``: matching devices are offered, or should be, and the scheduler does not allocate them.
 5. ``reason_of_disjoint``, ``_without_obstacle``: the devices are not offered for this claim yet, no obstacle is known,
@@ -26,12 +26,12 @@ from controller.demand.device_search import SearchOutcome
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.explain.reason import OF_THE_POD, ClaimReason, ReasonCode
 from controller.explain.situation import DisjointPlan, Situation
-from controller.explain.sources.availability import listed
 from controller.explain.sources.causes_in_pods_and_claims import UnplacedPods
-from controller.explain.sources.holding_pods import HoldingPods
-from controller.explain.sources.lacking_devices import KnownReasons, Reasoning, reason_of
+from controller.explain.sources.holder_relations import HoldingPods
+from controller.explain.sources.no_free_device import KnownReasons, Reasoning, reason_of
 from controller.explain.sources.pending_despite_offers import ClaimsDespiteOffers, Sightings
 from controller.explain.sources.scheduler_reports import SchedulerActivity, with_scheduler
+from controller.explain.sources.selected_gpus import listed
 from controller.explain.sources.waiting_gangs import reasons_of_incomplete_gangs
 from driver.clock import Clock, soonest
 

@@ -36,8 +36,8 @@ from dataclasses import dataclass, replace
 
 from controller.cluster.cache import ClusterCache
 from controller.cluster.claim_index import PoolDevice
-from controller.fence.canary_claim import Canary
-from controller.fence.configmap import FencedDevices
+from controller.fence.fence_probe import Canary
+from controller.fence.fenced_devices import FencedDevices
 from controller.step_names import Observer, Step
 from driver.clock import Clock
 from driver.errors import ApiError

@@ -15,9 +15,9 @@ from controller.eviction.failed_starts import FailedStart
 from controller.explain.events import ALLOCATED, NO_POD, NOT_USED
 from controller.explain.helpful_changes import HelpfulChange, changes_that_admit, changes_that_help
 from controller.explain.reason import OF_THE_POD, ClaimReason
-from controller.explain.sources.availability import Availability, SelectedGpu, listed
 from controller.explain.sources.causes_in_pods_and_claims import AllocatedPods
 from controller.explain.sources.scheduler_reports import report_of
+from controller.explain.sources.selected_gpus import Availability, SelectedGpu, listed
 from controller.report.cluster_view import ClusterView
 from controller.report.unprepared_claims import STAYS, next_step, sentence
 from driver.kube.types import Claim, Key, Pod

@@ -30,16 +30,16 @@ from controller.explain.events import WrittenEvent
 from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ClaimReason
 from controller.explain.situation import DisjointPlan, Lookups, Situation
-from controller.explain.sources.lacking_devices import Reasoning
-from controller.fence.configmap import read_fenced
+from controller.explain.sources.no_free_device import Reasoning
+from controller.fence.fenced_devices import read_fenced
 from controller.report.unprepared_claims import FailedRelease, failed_releases, failed_starts
 from controller.settings import ControllerSettings
 from driver.clock import Clock
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError
 from driver.kube.client import KubeClient
 from driver.kube.controller_heartbeat import LastHeartbeat, last_heartbeat
+from driver.kube.get_and_list import RESOURCE_GROUP, find_pod, read_all, read_claim
 from driver.kube.slice_types import DetailedSlice
-from driver.kube.typed_reads import RESOURCE_GROUP, find_pod, read_all, read_claim
 from driver.kube.types import Key, Metadata, Pod
 from driver.kube.watch_cache import MALFORMED
 from driver.model.plan import OfferMode

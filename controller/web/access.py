@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from driver.config.shared_flags import ListenAddress
+from driver.config.flag_values import ListenAddress
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, Object
 

@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from controller.controller import Controller
 from controller.report.cluster_view import ClusterView, watch_cluster
 from controller.settings import ControllerSettings
-from controller.web.content import PageContent, content_of
+from controller.web.page_json import PageContent, content_of
 from driver.errors import RecoverableError, TesseraError
 from driver.kube.client import KubeClient
 

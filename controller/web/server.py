@@ -29,13 +29,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from controller.report.map_model import Value
 from controller.settings import ControllerSettings
 from controller.web.access import AccessRefusal, TokenAccess, bearer_token, check_local, is_loopback
-from controller.web.content import unpacked
 from controller.web.feed import Feed, Leader, cluster_views
-from driver.config.shared_flags import ListenAddress
+from controller.web.page_json import unpacked
+from driver.config.flag_values import ListenAddress
 from driver.errors import ApiError, EnvironmentFault, TesseraError
 from driver.kube.client import KubeClient
+from driver.kube.get_and_list import RESOURCE_GROUP, read_all
 from driver.kube.slice_types import ResourceSlice, newest_generation
-from driver.kube.typed_reads import RESOURCE_GROUP, read_all
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from deviceclasses.cel.parser import parse
 from deviceclasses.cel.values import EvaluationError, Map, Value, spend, start_work, string_map
 from deviceclasses.lint.documents import DRA_GROUP
 from deviceclasses.lint.findings import Issue
-from driver.config.shared_flags import DEFAULT_DRIVER
+from driver.config.flag_values import DEFAULT_DRIVER
 from driver.errors import CelError
 
 PLACEHOLDER = "driver-of-release"

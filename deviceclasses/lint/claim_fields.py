@@ -11,7 +11,7 @@ from typing import Any
 
 from deviceclasses.lint.documents import Document, text
 from deviceclasses.lint.findings import Finding, Issue
-from deviceclasses.lint.selectors.partial_evaluation import may_select
+from deviceclasses.lint.selectors.selectable_kinds import may_select
 from driver.config.opaque_parameters import devices_for
 from driver.model.offer import DeviceKind
 

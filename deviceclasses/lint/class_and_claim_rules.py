@@ -49,11 +49,11 @@ from deviceclasses.lint.satisfiability import (
 )
 from deviceclasses.lint.selectors.attribute_catalogue import ATTRIBUTES, STANDARD_DOMAIN, no_attribute
 from deviceclasses.lint.selectors.selector_rules import selector_issues, type_issues
+from driver.config.flag_values import NVIDIA_DRIVER
+from driver.config.libyaml_loader import read_yaml
 from driver.config.opaque_parameters import InvalidParameters, parse_parameters
-from driver.config.shared_flags import NVIDIA_DRIVER
 from driver.config.strict_schema import shown
 from driver.config.suggestions import meant, nearest
-from driver.config.yaml_reader import read_yaml
 from driver.slices.attributes import PARENT
 
 ALLOCATION_MODES = ("ExactCount", "All")

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from deviceclasses.lint.findings import Finding, Severity, misspelt
-from driver.config.yaml_reader import YamlLoader
+from driver.config.libyaml_loader import YamlLoader
 from driver.errors import UsageError
 
 DRA_GROUP = "resource.k8s.io"

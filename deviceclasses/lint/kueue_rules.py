@@ -27,9 +27,9 @@ from deviceclasses.lint.findings import Finding, Issue, Severity, almost
 from deviceclasses.lint.pod_templates import pod_templates
 from deviceclasses.lint.satisfiability import DEVICE_NAMES
 from deviceclasses.lint.selectors.attribute_catalogue import CAPACITIES
-from deviceclasses.lint.selectors.partial_evaluation import may_select
+from deviceclasses.lint.selectors.selectable_kinds import may_select
 from deviceclasses.lint.selectors.selector_rules import selector_issues
-from driver.config.shared_flags import SUBDOMAIN
+from driver.config.flag_values import SUBDOMAIN
 from driver.config.strict_schema import shown
 from driver.config.suggestions import meant
 from driver.model.offer import DeviceKind

@@ -10,7 +10,7 @@ from typing import Any
 
 from deviceclasses.lint.claim_fields import selectors_of
 from deviceclasses.lint.findings import Issue, Severity
-from driver.config.shared_flags import NVIDIA_DRIVER
+from driver.config.flag_values import NVIDIA_DRIVER
 from driver.config.strict_schema import shown
 
 CLASSES = {

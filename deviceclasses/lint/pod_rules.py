@@ -16,7 +16,7 @@ from deviceclasses.lint.documents import Document, text
 from deviceclasses.lint.findings import Finding, Issue, Severity
 from deviceclasses.lint.nvidia_driver import RESOURCE_PREFIX, class_for_resource
 from deviceclasses.lint.pod_templates import InvalidPodCount, PodTemplate, pod_templates
-from driver.config.shared_flags import DEFAULT_DRIVER
+from driver.config.flag_values import DEFAULT_DRIVER
 from driver.config.strict_schema import shown
 from driver.config.suggestions import meant
 

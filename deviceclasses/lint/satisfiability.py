@@ -23,7 +23,7 @@ from deviceclasses.lint.claim_fields import (
 from deviceclasses.lint.findings import Issue, Severity
 from deviceclasses.lint.selectors.attribute_catalogue import ATTRIBUTES, CAPACITIES, names_of
 from deviceclasses.lint.selectors.memory_bounds import requested_memory_issues
-from deviceclasses.lint.selectors.partial_evaluation import compiled_programs, may_select, may_select_monitors
+from deviceclasses.lint.selectors.selectable_kinds import compiled_programs, may_select, may_select_monitors
 from driver.config.opaque_parameters import devices_for
 from driver.config.strict_schema import shown
 from driver.config.suggestions import meant

@@ -18,12 +18,12 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from driver.client_connections import CHUNK_BYTES
 from driver.clock import Clock
 from driver.errors import CONFLICT, NOT_FOUND, SERVER_ERROR, ApiError, accepted_status
+from driver.http_client import CHUNK_BYTES
 from driver.kube.credentials import Access, CredentialsError
 from driver.kube.credentials import load_configuration as load_configuration
-from driver.kube.json_sanitizing import decode
+from driver.kube.tolerant_json import decode
 
 REQUEST_TIMEOUT_SECONDS = 10.0
 """Timeout of a complete request; four of them fit into the kubelet's deadline of 45 s."""

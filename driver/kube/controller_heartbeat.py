@@ -19,8 +19,8 @@ import msgspec
 from driver.clock import Clock, micro_time
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, Object
+from driver.kube.get_and_list import read_all
 from driver.kube.lease import Lease, LeaseSpec, lease_object, leases
-from driver.kube.typed_reads import read_all
 from driver.kube.watch_cache import Change, WatchCache
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
-from driver.client_connections import CONNECTION_ERRORS, MAX_CONNECTIONS, Connections
 from driver.errors import EnvironmentFault
+from driver.http_client import CONNECTION_ERRORS, MAX_CONNECTIONS, Connections
 from driver.kube.kubeconfig import (
     DEFAULT_NAMESPACE,
     PEM_ENCODING,

@@ -1,6 +1,6 @@
 """Types of the API server's objects, with the fields that Tessera reads; other fields are skipped while decoding.
 
-Objects of tenants are decoded by ``driver.kube.json_sanitizing``. All types are immutable and without reference cycles,
+Objects of tenants are decoded by ``driver.kube.tolerant_json``. All types are immutable and without reference cycles,
 so that the garbage collector need not track them: a cluster has tens of thousands of claims and pods.
 """
 

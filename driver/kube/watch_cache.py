@@ -18,8 +18,8 @@ import msgspec
 
 from driver.errors import NOT_FOUND, ApiError
 from driver.kube.client import KubeClient
-from driver.kube.json_sanitizing import decode
-from driver.kube.typed_reads import ListMeta, Page, page_reader, pages
+from driver.kube.get_and_list import ListMeta, Page, page_reader, pages
+from driver.kube.tolerant_json import decode
 from driver.kube.types import Key, KubeObject, ObjectMeta, Unreadable
 from driver.kube.work_loop import Backoff
 

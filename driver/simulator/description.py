@@ -17,8 +17,8 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from driver.config.libyaml_loader import read_yaml
 from driver.config.suggestions import meant
-from driver.config.yaml_reader import read_yaml
 from driver.errors import UsageError
 from driver.simulator.products import Product, find_product, product_names
 

@@ -19,9 +19,9 @@ from driver.kube.types import Key, ObjectMeta
 from driver.kube.watch_cache import WatchCache
 from driver.kube.work_loop import Loop, MakeLoop
 from driver.model.plan import COUNTERS_FIELD
-from driver.slices.api_server_fields import SLICES as SLICES
-from driver.slices.api_server_fields import KeptFields
 from driver.slices.build import UNHEALTHY, Content, PublishedGpu, slice_object, slice_spec
+from driver.slices.dropped_fields import SLICES as SLICES
+from driver.slices.dropped_fields import KeptFields
 from driver.slices.slice_names import Pool
 
 Slices = Mapping[str, dict[str, Any]]

@@ -11,7 +11,7 @@ import msgspec
 
 from driver.config.opaque_parameters import FITTING, AnyParameters, parse_parameters
 from driver.errors import ClaimError, HardwareError
-from driver.kube.json_sanitizing import decode
+from driver.kube.tolerant_json import decode
 from driver.kube.types import Claim, Configuration, Result
 from driver.model.device import Device
 from driver.model.gpu_settings import TimeSlice

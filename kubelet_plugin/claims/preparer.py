@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from driver.errors import HardwareError, RecoverableError, StateError
 from driver.kube.client import KubeClient
-from driver.kube.typed_reads import list_claims, read_claim
+from driver.kube.get_and_list import list_claims, read_claim
 from driver.kube.types import Claim
 from driver.model.device import Device
 from driver.model.gpu import Partition

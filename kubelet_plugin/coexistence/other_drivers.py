@@ -12,11 +12,11 @@ import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from driver.config.shared_flags import NVIDIA_DRIVER
+from driver.config.flag_values import NVIDIA_DRIVER
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
+from driver.kube.get_and_list import NODE, RESOURCE_GROUP, read_object
 from driver.kube.slice_types import ResourceSlice
-from driver.kube.typed_reads import NODE, RESOURCE_GROUP, read_object
 from driver.kube.types import Metadata, Node
 from driver.kube.watch_cache import WatchCache
 from driver.model.plan import OWNED_SUFFIX

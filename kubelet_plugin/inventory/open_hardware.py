@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from driver.config.shared_flags import SIMULATED_NODES
+from driver.config.flag_values import SIMULATED_NODES
 from driver.errors import DriverMissing, EnvironmentFault, RecoverableError, UsageError
 from driver.hardware.host import Host, load_nvml
 from driver.hardware.host_paths import HOST, HostPaths, find_nvml, missing_driver, real_gpus, summary

@@ -27,7 +27,7 @@ from kubelet_plugin.status.events import PluginEvents
 from kubelet_plugin.usage.labels import ClaimLabels, ClaimsAndPods
 from kubelet_plugin.usage.out_of_memory_events import FullPartitions, PodReader
 from kubelet_plugin.usage.sampler import MeasuredDevice, UsageSampler, since_boot
-from kubelet_plugin.usage.totals import TotalsFile
+from kubelet_plugin.usage.totals_file import TotalsFile
 
 CLAIM_LABELS = ("namespace", "claim", "pod", "class", "profile", "device", "gpu", "node", "source")
 NO_PROFILE_LABEL = "none"

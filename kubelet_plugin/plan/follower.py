@@ -24,16 +24,16 @@ from driver.model.device import Monitor
 from driver.model.gpu_settings import NO_LAYOUTS, Layouts
 from driver.model.offer import DeviceKind, Offer
 from driver.model.plan import COUNTERS_FIELD, TAINTS_FIELD, OfferMode, PlanMode, PublishHeld
-from driver.slices.api_server_fields import KeptFields
 from driver.slices.build import PublishedGpu
+from driver.slices.dropped_fields import KeptFields
 from driver.slices.publisher import PresentSlices
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.inventory.published_devices import PublishPolicy
 from kubelet_plugin.inventory.standalone_offers import standalone_offers
 from kubelet_plugin.plan.instructions import Instructions
-from kubelet_plugin.plan.memory import RememberedPlan
 from kubelet_plugin.plan.mode import PLUGIN_TIMING, ModeChoice, ModeTiming
+from kubelet_plugin.plan.plan_file import RememberedPlan
 
 MODE_CHECK_INTERVAL_SECONDS = 1.0
 

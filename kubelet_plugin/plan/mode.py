@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from driver.model.plan import COUNTERS_FIELD, MODE_SPREAD_SECONDS, PlanMode, PlanSpec
-from driver.slices.api_server_fields import KeptFields
+from driver.slices.dropped_fields import KeptFields
 from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.plan.instructions import Instructions
-from kubelet_plugin.plan.memory import RememberedPlan, new_epoch
+from kubelet_plugin.plan.plan_file import RememberedPlan, new_epoch
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import msgspec
 
 from driver.errors import CONFLICT, FORBIDDEN, accepted_status
 from driver.kube.client import KubeClient
-from driver.kube.typed_reads import owner_reference
+from driver.kube.get_and_list import owner_reference
 from driver.kube.types import GpuNodePlan
 from driver.kube.work_loop import Loop, MakeLoop
 from driver.model.device import Device

@@ -25,7 +25,7 @@ from contextlib import suppress
 import msgspec
 
 from driver.errors import NOT_FOUND, RecoverableError, accepted_status
-from driver.kube.json_sanitizing import decode
+from driver.kube.tolerant_json import decode
 from driver.kube.types import Claim
 from driver.model.device import is_monitor
 from kubelet_plugin.checkpoint.records import ClaimRecord

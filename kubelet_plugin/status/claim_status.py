@@ -23,8 +23,8 @@ import msgspec
 from driver.clock import seconds_time
 from driver.errors import CONFLICT, FORBIDDEN, INVALID, NOT_FOUND, ApiError, RecoverableError
 from driver.kube.client import OBJECT, KubeClient, Object
-from driver.kube.json_sanitizing import decode
-from driver.kube.typed_reads import RESOURCE_GROUP, read_object
+from driver.kube.get_and_list import RESOURCE_GROUP, read_object
+from driver.kube.tolerant_json import decode
 from driver.kube.types import Claim, ClaimStatus, Consumer, Metadata, ReportedDevice
 from driver.kube.work_loop import Backoff, GiveWay, Loop, at_once
 from driver.model.gpu_settings import TimeSlice, time_slice_in_force

@@ -25,7 +25,7 @@ from driver.clock import wait_until
 from driver.errors import DriverMissing, EnvironmentFault, RecoverableError
 from driver.http import Check, health_pages, serve
 from driver.kube.client import KubeClient, load_configuration
-from driver.kube.typed_reads import owner_reference
+from driver.kube.get_and_list import owner_reference
 from driver.step_observer import StepObserver, observed, unobserved
 from kubelet_plugin.api_writers import NODE_USER_AGENT
 from kubelet_plugin.app import NodePlugin, discovered_plugin

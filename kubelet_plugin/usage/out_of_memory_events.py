@@ -12,7 +12,7 @@ import msgspec
 from driver.clock import Clock, seconds_time
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
-from driver.kube.typed_reads import read_object
+from driver.kube.get_and_list import read_object
 from driver.kube.types import PodDetails, Terminated
 from driver.model.gpu import Gpu
 from driver.model.usage import UsageReading

@@ -18,7 +18,7 @@ from driver.model.usage import UsageReading, UsageTarget, UsageTotals
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.usage.labels import ClaimLabels, ClaimsAndPods, reading_of_share
-from kubelet_plugin.usage.totals import TotalsFile
+from kubelet_plugin.usage.totals_file import TotalsFile
 
 log = logging.getLogger(__name__)
 

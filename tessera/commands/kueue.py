@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from deviceclasses.chart_classes import ANY_PARTITION, FULL_GPU, SHARE_OF_GPU, profile_classes
-from driver.config.shared_flags import check_driver_name
+from driver.config.flag_values import check_driver_name
 from driver.errors import EnvironmentFault, UsageError
 from driver.kube.client import Object
 from driver.model.plan import COUNTERS_FIELD, GpuReport

@@ -15,7 +15,7 @@ import click
 from deviceclasses.chart_classes import chart_classes
 from deviceclasses.lint.documents import Document, kind_of, kind_or_type, nothing_to_check, read_documents
 from deviceclasses.lint.findings import Finding
-from driver.config.shared_flags import DEFAULT_DRIVER
+from driver.config.flag_values import DEFAULT_DRIVER
 from tessera.tables_and_drawings import columns, counted, printable, show, with_output
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 import msgspec
 
-from driver.config.shared_flags import SUBDOMAIN, check_driver_name
+from driver.config.flag_values import SUBDOMAIN, check_driver_name
 from driver.errors import EnvironmentFault, FatalError, UsageError
 from driver.kube.client import KubeClient, Object
 from driver.kube.types import GpuNodePlan, Metadata, Node, NodeStatus, Taint

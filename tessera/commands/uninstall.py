@@ -13,13 +13,13 @@ import msgspec
 
 from controller.app import LEASE
 from controller.decision.node_labels import LABEL_SETS, NODES
-from controller.fence.canary_claim import CANARY
+from controller.fence.fence_probe import CANARY
 from driver.clock import wait_until
 from driver.errors import CONFLICT, FORBIDDEN, NOT_FOUND, ApiError, FatalError, accepted_status
 from driver.kube.client import KubeClient, Object
 from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING, RENEW_INTERVAL_SECONDS
+from driver.kube.get_and_list import RESOURCE_GROUP, list_claims, read_all
 from driver.kube.lease import LeaseSpec, lease_object, leases
-from driver.kube.typed_reads import RESOURCE_GROUP, list_claims, read_all
 from driver.kube.types import Claim, Node
 from driver.model.plan import FENCE
 from driver.slices.publisher import SLICES

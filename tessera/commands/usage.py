@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from driver.errors import FatalError, UsageError
-from driver.kube.typed_reads import read_all
+from driver.kube.get_and_list import read_all
 from driver.kube.types import Metadata
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
 from tessera.gpu_sources import plans_and_gpus

@@ -16,8 +16,8 @@ import click
 from controller.app import LEASE
 from driver.errors import ApiError, EnvironmentFault, FatalError
 from driver.kube.client import KubeClient
+from driver.kube.get_and_list import read_pods
 from driver.kube.lease import leases
-from driver.kube.typed_reads import read_pods
 from driver.kube.types import PodDetails
 from tessera.cluster_options import client_of, with_kubeconfig
 from tessera.status.snapshot import NAMESPACE

@@ -14,14 +14,14 @@ import click
 import msgspec
 
 from controller.explain.events import ALLOCATED, COMPONENT, NOT_USED, WrittenEvent
-from controller.explain.sources.availability import listed
 from controller.explain.sources.scheduler_reports import report_of
+from controller.explain.sources.selected_gpus import listed
 from controller.report.claim_explainer import NOT_PREPARED, TERMINATING, Explainer, Explanation, key_of
 from controller.report.cluster_view import read_cluster
 from driver.clock import Clock
 from driver.errors import FORBIDDEN, ApiError, FatalError, UsageError
 from driver.kube.client import KubeClient
-from driver.kube.typed_reads import find_pod, read_all
+from driver.kube.get_and_list import find_pod, read_all
 from driver.kube.types import Claim, Key, Metadata, Pod
 from kubelet_plugin.status.claim_status import READY_CONDITION, UNHEALTHY_WAY_OUT
 from kubelet_plugin.status.events import EventReason

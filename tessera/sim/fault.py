@@ -11,7 +11,7 @@ import click
 from msgspec.structs import asdict
 from pynvml import NVMLError
 
-from driver.config.shared_flags import SIMULATED_NODES
+from driver.config.flag_values import SIMULATED_NODES
 from driver.config.suggestions import meant
 from driver.errors import EnvironmentFault, UsageError
 from driver.simulator.description import parse_gpu

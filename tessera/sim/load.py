@@ -14,7 +14,7 @@ from typing import Any
 import click
 import msgspec
 
-from driver.config.shared_flags import SIMULATED_NODES
+from driver.config.flag_values import SIMULATED_NODES
 from driver.config.suggestions import meant
 from driver.errors import UsageError
 from driver.simulator.node import SimulatedNode

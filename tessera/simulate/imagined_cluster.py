@@ -34,7 +34,7 @@ from controller.demand.selected_devices import Selector
 from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ReasonCode
 from controller.explain.situation import DisjointPlan, Situation
-from controller.explain.sources.availability import untolerated, with_taints
+from controller.explain.sources.selected_gpus import untolerated, with_taints
 from driver.kube.slice_types import DetailedDevice, DetailedSlice, DetailedSliceSpec
 from driver.kube.types import (
     Claim,

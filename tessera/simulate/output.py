@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from controller.cluster.fleet import FleetGpu
-from controller.explain.sources.availability import listed
+from controller.explain.sources.selected_gpus import listed
 from driver.model.offer import DeviceKind
 from tessera.simulate.fill import Filled
 from tessera.simulate.imagined_cluster import ImaginedCluster

@@ -18,9 +18,9 @@ from controller.report.cluster_view import ClusterView, unreported_nodes
 from deviceclasses.lint.admission_policies import AdmissionPolicy, chart_policies
 from driver.errors import ApiError, FatalError, UsageError
 from driver.kube.client import KubeClient
+from driver.kube.get_and_list import RESOURCE_GROUP, list_claims, minor_version, read_all
 from driver.kube.kubeconfig import DEFAULT_NAMESPACE
 from driver.kube.slice_types import DetailedSlice
-from driver.kube.typed_reads import RESOURCE_GROUP, list_claims, minor_version, read_all
 from driver.kube.types import ClaimSpec, ClaimTemplate, Key, Metadata, Node
 from driver.model.plan import FaultKind, GpuReport, PlanMode
 from driver.slices.publisher import SLICES

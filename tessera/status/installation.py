@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from driver.kube.controller_heartbeat import renewed_at
-from driver.kube.typed_reads import minor_version
+from driver.kube.get_and_list import minor_version
 from driver.model.plan import FENCE
 from tessera.status.snapshot import CheckOutput, Listing, Problem, StatusSnapshot, moment_of
 from tessera.tables_and_drawings import counted

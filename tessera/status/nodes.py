@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 
 from controller.curation.offer_mode import FIRST_FAST_MINOR_VERSION
 from controller.demand.node_eligibility import BLOCKING
-from controller.explain.sources.availability import listed
+from controller.explain.sources.selected_gpus import listed
 from driver.kube.client import Object
+from driver.kube.get_and_list import minor_version
 from driver.kube.slice_types import ResourceSlice, SliceDevice
-from driver.kube.typed_reads import minor_version
 from driver.kube.types import Claim, GpuNodePlan
 from driver.model.gpu_events_and_conditions import ConditionType
 from driver.model.plan import (

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from controller.eviction.failed_starts import is_widespread, starts_to_move
 from controller.explain.events import UNREADABLE
 from controller.explain.reason import ReasonCode
-from controller.explain.sources.availability import listed
+from controller.explain.sources.selected_gpus import listed
 from controller.report.claim_explainer import OTHER_DRIVERS, Explanation
 from driver.model.plan import FailureCause
 from tessera.status.snapshot import CheckOutput, Problem, StatusSnapshot

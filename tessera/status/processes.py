@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from controller.app import LEASE
-from controller.explain.sources.availability import listed
+from controller.explain.sources.selected_gpus import listed
 from driver.kube.client import Object
 from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING, is_silent
 from kubelet_plugin.status.events import EventReason

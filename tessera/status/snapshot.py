@@ -17,13 +17,13 @@ from controller.app import LEASE
 from controller.explain.events import COMPONENT, WrittenEvent
 from controller.report.claim_explainer import Explainer, Explanation
 from controller.report.cluster_view import read_cluster
-from driver.config.shared_flags import NVIDIA_DRIVER
+from driver.config.flag_values import NVIDIA_DRIVER
 from driver.errors import FORBIDDEN, ApiError, FatalError, UsageError
 from driver.kube.client import Object
 from driver.kube.controller_heartbeat import HEARTBEAT, is_silent, renewed_at
+from driver.kube.get_and_list import RESOURCE_GROUP, read_all
 from driver.kube.lease import leases
 from driver.kube.slice_types import ResourceSlice
-from driver.kube.typed_reads import RESOURCE_GROUP, read_all
 from driver.kube.types import Claim, DeviceClass, DeviceTaintRule, GpuNodePlan
 from driver.model.device import is_monitor
 from driver.model.plan import PATH

@@ -13,11 +13,11 @@ from urllib.parse import quote
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from driver.client_connections import MAX_CONNECTIONS
 from driver.errors import FORBIDDEN, ApiError, EnvironmentFault, FatalError
+from driver.http_client import MAX_CONNECTIONS
 from driver.kube.client import KubeClient
+from driver.kube.get_and_list import read_all, read_pods
 from driver.kube.slice_types import ResourceSlice
-from driver.kube.typed_reads import read_all, read_pods
 from driver.slices.publisher import SLICES
 from tessera.status.snapshot import NODE_PLUGIN
 from tessera.tables_and_drawings import counted, printable

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 from pydantic_core import ErrorDetails
 
-from driver.config.yaml_reader import read_yaml
+from driver.config.libyaml_loader import read_yaml
 from driver.errors import UsageError
 
 FILE_LIMIT = 1024 * 1024

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from driver.errors import ApiError, EnvironmentFault, FatalError
-from driver.kube.json_sanitizing import decode
+from driver.kube.tolerant_json import decode
 from tessera.tables_and_drawings import printable
 from tessera.usage.http_reader import QUOTED_ERROR_LIMIT, HttpReader
 from tessera.usage.report import GpuOfNode, GpuSlices, Reading, UsageRecord, gpu_of

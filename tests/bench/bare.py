@@ -21,7 +21,7 @@ import grpc
 import msgspec
 
 from driver.kube.credentials import load_configuration
-from driver.kube.typed_reads import RESOURCE_GROUP
+from driver.kube.get_and_list import RESOURCE_GROUP
 from driver.kube.types import Claim
 from kubelet_plugin.dra.protocol.generated import dra_v1_pb2
 from tests.bench.kubelet import IN_MEMORY, SERVICE, Kubelet

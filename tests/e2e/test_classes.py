@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from driver.errors import ApiError
-from driver.kube.typed_reads import CLAIM
+from driver.kube.get_and_list import CLAIM
 from driver.model.gpu import Gpu, MigMode
 from driver.model.gpu_settings import EVERY_GPU, GpuSelection, TimeSlice
 from driver.simulator.description import load_description

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from controller.fence.configmap import read_fenced
+from controller.fence.fenced_devices import read_fenced
 from driver.kube.client import KubeClient, load_configuration
 from driver.slices.build import CLOSED
 from driver.slices.slice_names import Pool

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from controller.cluster.claim_index import PoolDevice
-from controller.fence.canary_claim import Canary
-from controller.fence.configmap import MAX_ENTRIES, FencedDevices
 from controller.fence.fence import Fence, FenceSettings, Withdrawable
+from controller.fence.fence_probe import Canary
+from controller.fence.fenced_devices import MAX_ENTRIES, FencedDevices
 from driver.clock import Clock
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, load_configuration

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from driver.clock import micro_time
-from driver.config.shared_flags import NVIDIA_DRIVER
+from driver.config.flag_values import NVIDIA_DRIVER
 from driver.kube.lease import leases
 from driver.model.plan import PATH
 from tests.harness.cluster import Cluster

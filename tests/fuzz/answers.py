@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from controller.report.claim_explainer import Explainer
 from controller.report.cluster_view import ClusterView
 from controller.report.map_model import cluster_map
-from controller.web.content import content_of
+from controller.web.page_json import content_of
 from tessera.cli import main
 from tessera.commands.status import as_text, run_checks
 from tessera.map_drawing import draw_map

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from driver.kube.json_sanitizing import MAX_DEPTH, decode, sanitized
-from driver.kube.typed_reads import page_reader
+from driver.kube.get_and_list import page_reader
+from driver.kube.tolerant_json import MAX_DEPTH, decode, sanitized
 from driver.kube.types import Claim
 from kubelet_plugin.status.claim_status import STORED_CLAIM
 

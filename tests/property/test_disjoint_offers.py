@@ -21,8 +21,8 @@ from driver.slices.slice_names import Pool
 from kubelet_plugin.changes import ChangeNotifier
 from kubelet_plugin.inventory.inventory import ClaimReference, GpuSharing, Inventory
 from kubelet_plugin.plan.follower import PlanFollower
-from kubelet_plugin.plan.memory import PlanMemory
 from kubelet_plugin.plan.mode import ModeTiming
+from kubelet_plugin.plan.plan_file import PlanMemory
 from kubelet_plugin.plan.plan_status import PlanReport
 from tests.support.following import GivenFields, GivenInstructions, GivenSlices, GivenStore
 from tests.support.gpus import gpu_of

@@ -16,7 +16,7 @@ from controller.demand.feasibility import Matching
 from controller.demand.node_eligibility import Eligibility
 from controller.demand.pending_claims import Queue
 from controller.explain.helpful_changes import changes_that_help
-from controller.explain.sources.lacking_devices import KnownReasons
+from controller.explain.sources.no_free_device import KnownReasons
 from tessera.simulate.allocator import allocate
 from tessera.simulate.capacity import HeldDevices
 from tessera.simulate.imagined_cluster import tainted

@@ -42,15 +42,15 @@ from driver.kube.types import (
 from driver.model.device import Device, devices_of
 from driver.model.plan import OfferMode, PlanMode, PlanSpec, PlanStatus
 from driver.placement.occupancy import GpuState, overlap
-from driver.slices.api_server_fields import KeptFields
 from driver.slices.build import CLOSED, SliceBuilder, slice_object
+from driver.slices.dropped_fields import KeptFields
 from driver.slices.publisher import changes
 from driver.slices.slice_names import Pool
 from kubelet_plugin.changes import ChangeNotifier
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.plan.follower import PlanFollower
-from kubelet_plugin.plan.memory import PlanMemory
 from kubelet_plugin.plan.mode import ModeTiming
+from kubelet_plugin.plan.plan_file import PlanMemory
 from kubelet_plugin.plan.plan_status import PlanReport
 from tests.support.fleets import possible
 from tests.support.following import GivenInstructions, GivenSlices, GivenStore

@@ -17,7 +17,7 @@ import msgspec
 from controller.cluster.claim_index import PoolDevice
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, load_configuration
-from driver.kube.typed_reads import RESOURCE_GROUP
+from driver.kube.get_and_list import RESOURCE_GROUP
 from driver.kube.types import Claim, GpuNodePlan, Key, ObjectMeta
 from driver.kube.watch_cache import Change, WatchCache
 from driver.model.device import Device, devices_of, number_gpus

@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 from urllib.parse import parse_qs, urlsplit
 
-from driver.client_connections import Connections
+from driver.http_client import Connections
 from driver.kube.client import KubeClient, RequestObserver
 from driver.kube.credentials import Access
 

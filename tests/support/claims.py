@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from driver.errors import ApiError
-from driver.kube.typed_reads import CLAIM
+from driver.kube.get_and_list import CLAIM
 from driver.kube.types import Claim, ReportedDevice
 from kubelet_plugin.claims.preparer import ClaimReader
 from kubelet_plugin.inventory.inventory import ClaimReference

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from driver.kube.typed_reads import RESOURCE_GROUP
+from driver.kube.get_and_list import RESOURCE_GROUP
 from driver.model.device import is_monitor
 from driver.model.plan import PATH
 from driver.simulator.node import SimulatedNode

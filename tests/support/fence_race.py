@@ -17,11 +17,11 @@ import msgspec
 
 from controller.cluster.cache import ClusterCache
 from controller.cluster.claim_index import PoolDevice
-from controller.fence.canary_claim import Canary
 from controller.fence.fence import Withdrawable
+from controller.fence.fence_probe import Canary
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, Object
-from driver.kube.typed_reads import RESOURCE_GROUP
+from driver.kube.get_and_list import RESOURCE_GROUP
 from driver.kube.types import Claim
 from driver.kube.watch_cache import WatchCache
 from tests.support.running import eventually, in_thread

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from driver.kube.types import GpuNodePlan
-from driver.slices.api_server_fields import KeptFields
 from driver.slices.build import PublishedGpu
-from kubelet_plugin.plan.memory import PlanMemory, RememberedPlan
+from driver.slices.dropped_fields import KeptFields
+from kubelet_plugin.plan.plan_file import PlanMemory, RememberedPlan
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from controller.demand.pending_claims import Queue
 from controller.explain.reason import ClaimReason
 from controller.explain.situation import Lookups, Situation
 from controller.explain.sources.causes_in_pods_and_claims import UnplacedPods
-from controller.explain.sources.lacking_devices import KnownReasons, Reasoning, reason_of
+from controller.explain.sources.no_free_device import KnownReasons, Reasoning, reason_of
 from driver.kube.slice_types import DetailedSlice
 from driver.kube.types import Key, Pod
 from tests.support.clock import FakeClock

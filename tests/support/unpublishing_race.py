@@ -27,11 +27,11 @@ from driver.kube.types import GpuNodePlan, PlanMetadata
 from driver.model.device import Device, devices_of
 from driver.model.plan import OfferMode, PlanMode, PlanSpec, PublishHeld
 from driver.placement.occupancy import GpuState, overlap
-from driver.slices.api_server_fields import KeptFields
+from driver.slices.dropped_fields import KeptFields
 from kubelet_plugin.changes import ChangeNotifier
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.plan.follower import PlanFollower
-from kubelet_plugin.plan.memory import PlanMemory
+from kubelet_plugin.plan.plan_file import PlanMemory
 from tests.harness.waiting import DeadlineError, wait_for
 from tests.support.fence_race import ClaimsCache, allocate, new_claim
 from tests.support.following import GivenInstructions, GivenSlices, GivenStore

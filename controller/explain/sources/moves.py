@@ -13,7 +13,7 @@ from typing import NamedTuple
 from controller.cluster.fleet import FleetGpu
 from controller.demand.pending_claims import Queue
 from controller.demand.requirements import ClaimRequirements, RefusedRequest
-from controller.explain.sources.availability import untolerated
+from controller.explain.sources.selected_gpus import untolerated
 from driver.kube.types import DeviceTaintRule, Key
 from driver.model.device import Device
 from driver.model.offer import Spot

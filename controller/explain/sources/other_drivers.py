@@ -17,8 +17,8 @@ from controller.demand.node_eligibility import BLOCKING
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.selected_devices import Selector
 from controller.explain.situation import Lookups
-from controller.explain.sources.availability import listed, named_rule
 from controller.explain.sources.causes_in_pods_and_claims import LookedUp
+from controller.explain.sources.selected_gpus import listed, named_rule
 from controller.explain.sources.selector_sentences import brief
 from deviceclasses.cel.engine import from_slice_device
 from driver.errors import CelError

@@ -21,7 +21,6 @@ from controller.demand.requirements import ClaimRequirements
 from controller.demand.selected_devices import SelectorFailure
 from controller.explain.reason import ClaimReason, Reason, ReasonCode
 from controller.explain.situation import Situation
-from controller.explain.sources.availability import listed, untolerated
 from controller.explain.sources.causes_in_pods_and_claims import MAX_LOOKUPS, MAX_LOOKUPS_ONCE, LookedUp
 from controller.explain.sources.other_drivers import OtherDrivers
 from controller.explain.sources.scheduler_reports import (
@@ -32,6 +31,7 @@ from controller.explain.sources.scheduler_reports import (
     report_of,
     reported,
 )
+from controller.explain.sources.selected_gpus import listed, untolerated
 from controller.explain.sources.selector_sentences import failing
 from driver.clock import Clock, seconds_time
 from driver.kube.types import Condition, Pod

@@ -9,7 +9,7 @@ from controller.demand.feasibility import Feasibility
 from controller.demand.requirements import DeviceRequest
 from controller.demand.selected_devices import SelectorFailure
 from controller.explain.reason import Reason, ReasonCode
-from controller.explain.sources.availability import listed
+from controller.explain.sources.selected_gpus import listed
 from deviceclasses.cel.engine import Program, try_compile
 from deviceclasses.cel.library.quantity import parse_quantity
 from deviceclasses.cel.parser import conditions_of

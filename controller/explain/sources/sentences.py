@@ -10,7 +10,8 @@ from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.node_eligibility import Excluded, Exclusion
 from controller.demand.requirements import ClaimRequirements, DeviceRequest
 from controller.explain.reason import Reason, ReasonCode
-from controller.explain.sources.availability import (
+from controller.explain.sources.moves import MAX_NODES, Move
+from controller.explain.sources.selected_gpus import (
     SHOWN,
     Availability,
     Obstacle,
@@ -23,7 +24,6 @@ from controller.explain.sources.availability import (
     named,
     numbered,
 )
-from controller.explain.sources.moves import MAX_NODES, Move
 from controller.explain.sources.selector_sentences import failing
 from deviceclasses.lint.selectors.attribute_catalogue import why_without
 from driver.kube.types import MAX_DEVICES, Request

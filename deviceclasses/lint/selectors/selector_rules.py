@@ -34,7 +34,7 @@ from deviceclasses.lint.selectors.attribute_catalogue import (
     values,
 )
 from deviceclasses.lint.selectors.memory_bounds import memory_bound_issues
-from deviceclasses.lint.selectors.partial_evaluation import (
+from deviceclasses.lint.selectors.selectable_kinds import (
     compared_strings,
     compiled_programs,
     may_select,

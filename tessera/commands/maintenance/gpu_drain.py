@@ -11,7 +11,7 @@ import msgspec
 from controller.eviction.evictor import ADMIN_ACCESS, Evictor, ProtectionRule, own_protection
 from driver.errors import FORBIDDEN, ApiError
 from driver.kube.client import KubeClient
-from driver.kube.typed_reads import list_claims
+from driver.kube.get_and_list import list_claims
 from driver.kube.types import Claim, GpuNodePlan, Pod
 from driver.model.plan import PATH
 from driver.slices.slice_names import Pool

@@ -8,8 +8,8 @@ import msgspec
 
 from driver.errors import CONFLICT, EnvironmentFault, StateError, accepted_status
 from driver.kube.client import KubeClient, Object
+from driver.kube.get_and_list import read_all
 from driver.kube.slice_types import ResourceSlice
-from driver.kube.typed_reads import read_all
 from driver.kube.types import GpuNodePlan
 from driver.model.plan import API_VERSION, KIND, PATH, PlanSpec
 from driver.slices.publisher import SLICES

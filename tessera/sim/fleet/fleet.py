@@ -20,15 +20,15 @@ from driver.clock import micro_time, seconds_time
 from driver.errors import CONFLICT, ApiError, EnvironmentFault, accepted_status
 from driver.kube.client import KubeClient, Object
 from driver.kube.controller_heartbeat import HeartbeatWatch
+from driver.kube.get_and_list import read_all
 from driver.kube.lease import LeaseSpec, lease_object, leases
 from driver.kube.slice_types import ResourceSlice
-from driver.kube.typed_reads import read_all
 from driver.kube.types import GpuNodePlan, Node
 from driver.kube.watch_cache import Change, WatchCache
 from driver.kube.work_loop import LoopPool
 from driver.model.gpu import Gpu
 from driver.model.plan import PATH, PlanMode
-from driver.slices.api_server_fields import SLICES, KeptFields
+from driver.slices.dropped_fields import SLICES, KeptFields
 from kubelet_plugin.plan.follower import MODE_CHECK_INTERVAL_SECONDS
 from kubelet_plugin.plan.instructions import NODES_PATH, without_status
 from tessera.gpu_sources import hardware

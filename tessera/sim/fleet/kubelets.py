@@ -20,7 +20,7 @@ import msgspec
 from driver.clock import seconds_time
 from driver.errors import CONFLICT, ApiError, accepted_status
 from driver.kube.client import KubeClient
-from driver.kube.typed_reads import RESOURCE_GROUP
+from driver.kube.get_and_list import RESOURCE_GROUP
 from driver.kube.types import Claim, Key, Pod
 from driver.kube.watch_cache import Change, WatchCache
 from driver.kube.work_loop import Loop, MakeLoop

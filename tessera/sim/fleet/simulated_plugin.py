@@ -10,22 +10,22 @@ from typing import Any
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, Object
 from driver.kube.controller_heartbeat import HeartbeatWatch
-from driver.kube.typed_reads import read_all
+from driver.kube.get_and_list import read_all
 from driver.kube.types import GpuNodePlan, Key
 from driver.kube.watch_cache import WatchCache
 from driver.kube.work_loop import MakeLoop
 from driver.model.device import Device, number_gpus
 from driver.model.gpu import Gpu
 from driver.model.plan import PlanMode
-from driver.slices.api_server_fields import KeptFields
 from driver.slices.build import Content, SliceBuilder
+from driver.slices.dropped_fields import KeptFields
 from driver.slices.publisher import SLICES, PresentSlices, Publisher, SliceWriteObserver
 from driver.slices.slice_names import Pool
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.plan.follower import PlanFollower
 from kubelet_plugin.plan.instructions import Instructions
-from kubelet_plugin.plan.memory import PlanMemory, RememberedPlan, new_epoch
+from kubelet_plugin.plan.plan_file import PlanMemory, RememberedPlan, new_epoch
 from kubelet_plugin.plan.plan_status import FenceRelease, PlanReport, PlanStatusWriter
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from driver.kube.client import Object
-from driver.kube.typed_reads import PAGE_SIZE
+from driver.kube.get_and_list import PAGE_SIZE
 from driver.model.device import Device, devices_of, number_gpus
 from driver.model.gpu import Gpu
 from driver.model.offer import DeviceKind

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from driver.kube.client import KubeClient, load_configuration
-from driver.kube.typed_reads import RESOURCE_GROUP
+from driver.kube.get_and_list import RESOURCE_GROUP
 from driver.kube.types import Claim, Key, Pod
 from driver.kube.watch_cache import Change, WatchCache
 from driver.model.device import Device, number_gpus
@@ -28,8 +28,8 @@ from driver.model.offer import OfferKind
 from driver.model.plan import COUNTERS_FIELD, CURATED, PlanMode
 from driver.placement.occupancy import GpuState, overlap
 from driver.simulator.description import load_description
-from driver.slices.api_server_fields import KeptFields
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
+from driver.slices.dropped_fields import KeptFields
 from driver.slices.publisher import PresentSlices, Publisher
 from driver.slices.slice_names import Pool
 from kubelet_plugin.changes import ChangeNotifier, NodeChange

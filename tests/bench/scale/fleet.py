@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from driver.kube.client import KubeClient
-from driver.kube.typed_reads import RESOURCE_GROUP
+from driver.kube.get_and_list import RESOURCE_GROUP
 from driver.slices.build import Content, slice_object, slice_spec
 from driver.slices.publisher import SLICES, changes
 from tests.bench.scale.bulk import Etcd

@@ -79,7 +79,10 @@ def check(cluster: Cluster, count: int, number: int, progress: Progress = SILENT
         false += _false(scheduler, asked)
     kinds = ", ".join(f"{times} {code}" for code, times in codes.most_common())
     statements = len(asked) + len(said)
-    return false, f"{half + len(walks) + len(quota_walks)} situations ({kinds}), {statements} statements: {len(false)} false"
+    return (
+        false,
+        f"{half + len(walks) + len(quota_walks)} situations ({kinds}), {statements} statements: {len(false)} false",
+    )
 
 
 def _false(scheduler: RealScheduler, asked: list[Question]) -> Iterable[str]:

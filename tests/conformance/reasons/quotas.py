@@ -118,9 +118,7 @@ class QuotaWalk:
         if truth != used:
             self.false.append(f"used are {truth}: {reason.sentence}")
 
-    def _check_holders(
-        self, match: re.Match[str], used: Mapping[str, tuple[str, str]], reason: ClaimReason
-    ) -> None:
+    def _check_holders(self, match: re.Match[str], used: Mapping[str, tuple[str, str]], reason: ClaimReason) -> None:
         """Whether all that is used is used by the claims that are named, and would suffice without them."""
         other = _Namespace(self.api, f"{self.name}-freed", self.quotas)
         other.delete([] if match["by"] is None else match["by"].split(", "))

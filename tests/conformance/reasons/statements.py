@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.pending_claims import PendingClaim
 from controller.explain.helpful_changes import HelpfulChange, changes_that_help
-from controller.explain.sources.availability import Obstacle, without
-from controller.explain.sources.lacking_devices import Reasoning
+from controller.explain.sources.no_free_device import Reasoning
+from controller.explain.sources.selected_gpus import Obstacle, without
 from driver.kube.slice_types import DetailedSlice
 from driver.kube.types import DeviceClaim, Node, Pod, Request, Result, Toleration
 from driver.model.gpu import MigMode

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from driver.common_metrics import METRICS_PATH, RbacRequest, metrics_page, rbac_request
-from driver.config.shared_flags import ListenAddress, parse_listen_address
+from driver.config.flag_values import ListenAddress, parse_listen_address
 from driver.errors import EnvironmentFault
 from driver.http import Endpoint
 from tessera.cli import main

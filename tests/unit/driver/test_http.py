@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from driver.config.shared_flags import ListenAddress
+from driver.config.flag_values import ListenAddress
 from driver.errors import ApiError
 from driver.http import Check, Endpoint, health_pages
 from driver.kube.client import ApiReach

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from driver.errors import HardwareError
-from driver.kube.typed_reads import RESOURCE_GROUP
+from driver.kube.get_and_list import RESOURCE_GROUP
 from driver.model.plan import PATH
 from driver.simulator.node import SimulatedNode
 from driver.slices.slice_names import MONITORS

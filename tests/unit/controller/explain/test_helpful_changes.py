@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from controller.explain.helpful_changes import changes_that_help
-from controller.explain.sources.lacking_devices import Reasoning
+from controller.explain.sources.no_free_device import Reasoning
 from tests.support.queues import DRIVER, FULL, Situation, node_of, profile, request
 
 

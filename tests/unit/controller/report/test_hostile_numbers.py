@@ -14,7 +14,7 @@ from controller.explain.pipeline import reasons_in
 from controller.explain.situation import Situation
 from controller.report.claim_explainer import Explainer, Explanation
 from controller.report.map_model import cluster_map
-from controller.web.content import content_of
+from controller.web.page_json import content_of
 from tests.support.map_cluster import MapCluster
 from tests.support.queues import FULL, request, selected_by
 from tests.support.queues import Situation as Waiting

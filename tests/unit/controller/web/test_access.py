@@ -11,7 +11,7 @@ import pytest
 
 from controller.web import access
 from controller.web.access import TokenAccess, bearer_token, check_local, is_loopback
-from driver.config.shared_flags import parse_listen_address
+from driver.config.flag_values import parse_listen_address
 from tests.support.api_server import Exchange, HttpServer
 
 USER = {

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from driver.client_connections import Connections
 from driver.errors import ApiError, EnvironmentFault
+from driver.http_client import Connections
 from driver.kube import client as transport
 from driver.kube.client import KubeClient, load_configuration
 from driver.kube.credentials import Access
-from driver.kube.typed_reads import owner_reference, read_claim
+from driver.kube.get_and_list import owner_reference, read_claim
 from tests.harness.certs import Authority
 from tests.support.api_server import Answer, Exchange, HttpServer
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from driver.client_connections import Connections
 from driver.errors import ApiError, EnvironmentFault
+from driver.http_client import Connections
 from driver.kube import credentials as access
 from driver.kube.client import KubeClient
 from driver.kube.credentials import (

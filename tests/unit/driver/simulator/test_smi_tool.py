@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from driver.simulator.machine import Process, SimulatedGpuState
 from driver.simulator.node import SimulatedNode, describe
-from tessera.sim.commands import sim
+from tessera.sim.node_commands import sim
 from tests.support.nvml_client import G3, cut, enable_mig, one_h100, set_compute_mode, start_process
 
 

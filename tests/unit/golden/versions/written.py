@@ -15,7 +15,7 @@ import msgspec
 from driver.model.plan import PlanMode, PlanSpec, PlanStatus, Summary
 from kubelet_plugin.health.recorded_faults import FaultSource, HardwareFault, HealthFile, HealthRecord
 from kubelet_plugin.inventory.inventory import GpuSharing
-from kubelet_plugin.plan.memory import PlanFile, PlanMemory
+from kubelet_plugin.plan.plan_file import PlanFile, PlanMemory
 from tests.support.chart import rendered
 from tests.support.claims import opaque
 from tests.support.node import start_node

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from driver.config.shared_flags import NVIDIA_DRIVER
+from driver.config.flag_values import NVIDIA_DRIVER
 from driver.errors import ClaimError
 from driver.model.plan import GpuReport
 from kubelet_plugin.changes import ChangeNotifier

@@ -15,7 +15,7 @@ import grpc
 import pynvml
 import pytest
 
-from driver.config.shared_flags import ListenAddress
+from driver.config.flag_values import ListenAddress
 from driver.errors import StateError
 from driver.hardware import host as hardware_host
 from driver.kube.events import Recorder

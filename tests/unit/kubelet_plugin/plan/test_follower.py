@@ -25,8 +25,8 @@ from driver.slices.slice_names import DEVICES_PER_GPU, Pool
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.inventory.inventory import GpuSharing
 from kubelet_plugin.plan.follower import PlanFollower
-from kubelet_plugin.plan.memory import PlanFile
 from kubelet_plugin.plan.mode import FIRST_PLAN_TIMEOUT_SECONDS, ModeTiming
+from kubelet_plugin.plan.plan_file import PlanFile
 from kubelet_plugin.plan.plan_status import PlanReport
 from tests.support.following import GivenFields, GivenInstructions, GivenSlices
 from tests.support.node import NodeUnderTest, start_node

@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING
+from driver.kube.get_and_list import RESOURCE_GROUP
 from driver.kube.lease import leases
-from driver.kube.typed_reads import RESOURCE_GROUP
 from driver.model.gpu import MigMode
 from kubelet_plugin.dra.sockets import PluginSockets
 from kubelet_plugin.inventory.open_hardware import open_host

@@ -21,7 +21,7 @@ from kubelet_plugin.metrics.usage import COUNTERS, GAUGES, INFO, SERIES_PER_DEVI
 from kubelet_plugin.usage import sampler
 from kubelet_plugin.usage.labels import ClaimLabels, labels_of
 from kubelet_plugin.usage.sampler import LINGER_SECONDS, UsageSampler
-from kubelet_plugin.usage.totals import TotalsFile
+from kubelet_plugin.usage.totals_file import TotalsFile
 from tests.harness.waiting import wait_for
 from tests.support.claims import ClaimApi
 from tests.support.node import start_node

@@ -12,8 +12,8 @@ from click.testing import CliRunner, Result
 
 from driver.errors import UsageError
 from driver.simulator.node import SimulatedNode
-from tessera.sim.commands import sim
 from tessera.sim.fault import fault
+from tessera.sim.node_commands import sim
 from tests.support.nvml_client import G3, cut, enable_mig, gpu_instances, one_h100, process_on
 
 

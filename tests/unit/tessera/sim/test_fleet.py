@@ -13,7 +13,7 @@ from driver.errors import ApiError, EnvironmentFault, UsageError
 from driver.kube.client import KubeClient
 from driver.kube.types import Claim, Key, Pod
 from driver.model.plan import FENCE, PlanMode
-from driver.slices.api_server_fields import KeptFields
+from driver.slices.dropped_fields import KeptFields
 from driver.slices.slice_names import Pool
 from tessera.cli import main
 from tessera.sim.fleet.fleet import SimulatedFleet, discover, gpus_of

@@ -14,7 +14,7 @@ from driver.simulator.description import load_description
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.gpu_load import LOAD_PID, Load, SimulatedActivity
 from driver.simulator.state.latency import ZERO_LATENCY
-from tessera.sim.commands import sim
+from tessera.sim.node_commands import sim
 from tests.support.nvml_client import G1, cut, enable_mig, one_h100, start_process
 
 GIB = 2**30

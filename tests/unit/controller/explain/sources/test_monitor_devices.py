@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from controller.demand import selected_devices, selector_time
-from controller.demand.selector_time import BudgetExhausted
+from controller.demand import namespace_selector_time, selected_devices
+from controller.demand.namespace_selector_time import BudgetExhausted
 from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ReasonCode
 from controller.explain.situation import Situation as Now
@@ -205,7 +205,7 @@ def test_a_selector_that_fails_on_monitor_devices_is_named_with_the_error() -> N
 def test_a_namespace_without_time_for_selectors_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selected_devices, "BUDGET_SECONDS", 0.0)
     [reason] = reasons_of(Situation(node_of("a")).wants(monitors()).queue)
-    assert selector_time.EXHAUSTED in reason.sentence
+    assert namespace_selector_time.EXHAUSTED in reason.sentence
 
 
 def test_a_claim_for_monitor_devices_on_a_full_node_waits_for_the_scheduler_only() -> None:
@@ -247,6 +247,6 @@ def test_a_selector_that_had_no_time_is_tried_again(monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patched:
         patched.setattr(time, "spend", no_time)
         assert not queue.monitored_nodes
-        told(there, ReasonCode.SELECTOR_FAILS, selector_time.EXHAUSTED)
+        told(there, ReasonCode.SELECTOR_FAILS, namespace_selector_time.EXHAUSTED)
     assert there.queue.monitored_nodes == {"a"}
     told(there, ReasonCode.FAULT, "gpu-0")

@@ -17,7 +17,7 @@ from controller.explain.sources.causes_in_pods_and_claims import (
     LookedUp,
     UnplacedPods,
 )
-from controller.explain.sources.lacking_devices import Reasoning
+from controller.explain.sources.no_free_device import Reasoning
 from driver.kube.types import PAUSED, Key
 from tests.support.clock import FakeClock
 from tests.support.queues import DRIVER, FULL, Situation, node_of, request

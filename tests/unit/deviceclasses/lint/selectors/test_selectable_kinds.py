@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from deviceclasses.cel.engine import CelDevice, from_slice_device
-from deviceclasses.lint.selectors.partial_evaluation import compiled_programs, may_select
+from deviceclasses.lint.selectors.selectable_kinds import compiled_programs, may_select
 from driver.model.device import Device, devices_of
 from driver.model.offer import DeviceKind
 from driver.slices.attributes import attributes, capacity

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from driver.model.usage import Activity, UsageTotals
-from kubelet_plugin.usage.totals import TotalsFile
+from kubelet_plugin.usage.totals_file import TotalsFile
 
 START = UsageTotals(slices=2.0, counted_at=100.0, active_at=100.0)
 KEY = ("uid-1", "gpu-0")

@@ -19,7 +19,9 @@ from controller.demand.pending_claims import PendingClaim, Queue, described
 from controller.demand.requirements import ClaimRequirements, DeviceRequest, RefusedRequest
 from controller.explain.reason import ClaimReason, Reason, ReasonCode
 from controller.explain.sources import sentences
-from controller.explain.sources.availability import (
+from controller.explain.sources.monitor_devices import MonitorDevices
+from controller.explain.sources.moves import moves_that_help
+from controller.explain.sources.selected_gpus import (
     Availability,
     SelectedGpus,
     by_obstacle,
@@ -33,8 +35,6 @@ from controller.explain.sources.availability import (
     with_taints,
     without,
 )
-from controller.explain.sources.monitor_devices import MonitorDevices
-from controller.explain.sources.moves import moves_that_help
 from controller.explain.sources.selector_sentences import selected_nowhere
 from controller.explain.sources.waiting_gangs import reason_of_gang
 from driver.kube.types import MAX_DEVICES, Key

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from driver.config.yaml_reader import YamlLoader, read_yaml
+from driver.config.libyaml_loader import YamlLoader, read_yaml
 from tests.fuzz.objects import nested
 
 TOO_LARGE = f"a: 1{':00' * 200}.5"

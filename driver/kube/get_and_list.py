@@ -11,7 +11,7 @@ import msgspec
 
 from driver.errors import NOT_FOUND, ApiError, FatalError, accepted_status
 from driver.kube.client import KubeClient, Object
-from driver.kube.json_sanitizing import decode
+from driver.kube.tolerant_json import decode
 from driver.kube.types import Claim, Key, Node, Pod, PodDetails
 
 RESOURCE_GROUP = "/apis/resource.k8s.io/v1"

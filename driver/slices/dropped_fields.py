@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from driver.errors import INVALID, ApiError
 from driver.kube.client import KubeClient, Object, RequestObserver
-from driver.kube.typed_reads import RESOURCE_GROUP
+from driver.kube.get_and_list import RESOURCE_GROUP
 from driver.model.plan import COUNTERS_FIELD, TAINTS_FIELD
 from driver.slices.build import CLOSED, slice_object
 from driver.slices.slice_names import Pool, shortened

@@ -7,7 +7,7 @@ import uuid
 from controller.cluster.claim_index import PoolDevice
 from driver.errors import CONFLICT, FORBIDDEN, INVALID, NOT_FOUND, ApiError, accepted_status
 from driver.kube.client import KubeClient, Object
-from driver.kube.typed_reads import RESOURCE_GROUP
+from driver.kube.get_and_list import RESOURCE_GROUP
 
 CANARY = "tessera-canary"
 """Name of the canary claim. No pod uses it and its class does not exist, so it is never allocated."""

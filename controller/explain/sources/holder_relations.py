@@ -11,7 +11,7 @@ from controller.demand.pending_claims import PendingClaim
 from controller.explain.reason import ClaimReason
 from controller.explain.situation import Lookups
 from controller.explain.sources.causes_in_pods_and_claims import MAX_LOOKUPS_ONCE, LookedUp
-from controller.explain.sources.lacking_devices import Reasoning
+from controller.explain.sources.no_free_device import Reasoning
 from driver.clock import Clock
 from driver.kube.types import Key, Pod, Reference
 

@@ -14,7 +14,7 @@ import msgspec
 
 from controller.cluster.fleet import FleetGpu
 from controller.explain.helpful_changes import HelpfulChange
-from controller.explain.sources.holding_pods import workload_of
+from controller.explain.sources.holder_relations import workload_of
 from controller.report.claim_explainer import Explainer, Explanation
 from controller.report.cluster_view import ClusterView
 from controller.report.map_model import MapNode, Value, cluster_map

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from driver.config.shared_flags import SIMULATED_NODES, check_driver_name
+from driver.config.flag_values import SIMULATED_NODES, check_driver_name
 from driver.errors import UsageError
 from driver.logs import with_logs
 from driver.model.plan import PlanMode

@@ -11,8 +11,8 @@ import pytest
 
 from driver.errors import ApiError
 from driver.slices import publisher
-from driver.slices.api_server_fields import KeptFields
 from driver.slices.build import Content, PublishedGpu
+from driver.slices.dropped_fields import KeptFields
 from driver.slices.publisher import PresentSlices, Publisher
 from driver.slices.slice_names import Pool
 from tests.support.api_server import Exchange, Object, SliceApi

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.report.claim_explainer import Explainer
-from controller.web import content
-from controller.web.content import PageContent, content_of
+from controller.web import page_json
+from controller.web.page_json import PageContent, content_of
 from tests.support.map_cluster import MapCluster, example
 from tests.support.queues import request
 
@@ -81,8 +81,8 @@ def test_a_claim_that_its_node_can_not_prepare_is_listed_and_marked_on_its_gpu()
 
 
 def test_long_lists_and_texts_of_tenants_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(content, "MAX_PENDING", 3)
-    monkeypatch.setattr(content, "MAX_TEXT", 20)
+    monkeypatch.setattr(page_json, "MAX_PENDING", 3)
+    monkeypatch.setattr(page_json, "MAX_TEXT", 20)
     cluster = full()
     for number in range(4):
         cluster.situation.wants(request(), name=f"more-{number}")

@@ -8,7 +8,7 @@ import pytest
 
 from driver.errors import StateError
 from driver.model.plan import PlanMode
-from kubelet_plugin.plan.memory import PlanFile, PlanMemory
+from kubelet_plugin.plan.plan_file import PlanFile, PlanMemory
 from tests.support.following import GivenStore
 
 

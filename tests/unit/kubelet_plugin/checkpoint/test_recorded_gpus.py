@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from driver.model.gpu import Gpu
-from kubelet_plugin.checkpoint.known_gpus import KnownGpus
+from kubelet_plugin.checkpoint.recorded_gpus import KnownGpus
 from tests.support.node import start_node
 
 

@@ -12,7 +12,7 @@ from controller.cluster.kueue_workloads import QueuedPod, QueuedWorkload, kept_w
 from controller.cluster.node_views import ALL_REPORTED
 from controller.curation.listed_devices import ListedDevices
 from controller.decision.explain import WorkloadReasons
-from controller.demand.queued_workloads import WorkloadQueue, queued_needs
+from controller.demand.queued_workload_claims import WorkloadQueue, queued_needs
 from driver.kube.types import ClaimSpec, KueueWorkload, Metadata, PodSpec
 from driver.model.offer import Offer
 from tests.support.queues import FULL, Situation, node_of, profile, request

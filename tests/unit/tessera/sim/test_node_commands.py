@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 
 from driver.errors import EnvironmentFault
 from driver.simulator.node import SimulatedNode, describe
-from tessera.sim.commands import holders, render, sim
 from tessera.sim.fault import find_roots
+from tessera.sim.node_commands import holders, render, sim
 from tessera.tables_and_drawings import Span, cell_width, draw_placement, draw_slices
 from tests.support.nvml_client import G1, G3, create, cut, enable_mig, one_h100, process_on, start_process
 

@@ -10,7 +10,7 @@ import pytest
 
 from controller.demand import selected_devices
 from controller.demand.feasibility import Matching
-from controller.demand.selector_time import (
+from controller.demand.namespace_selector_time import (
     BUDGET_SECONDS,
     EXHAUSTED,
     REFILL_PER_SECOND,

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from driver.client_connections import Connections
+from driver.http_client import Connections
 from driver.kube.credentials import ProxiedConnections
 from tests.harness.certs import Authority
 from tests.support.api_server import Exchange, HttpServer
