@@ -8,8 +8,8 @@ So a constant set of devices is listed, which means: published with the taint of
 be held, or overlap held devices: shared counters keep the scheduler from allocating both. The scheduler judges a device
 in this order: in use, selectors, capacity, counters, taints.
 
-For Workloads that wait in Kueue's queue (``controller.demand.queued_workload_claims``) as many devices are listed as their
-claims ask for.
+For Workloads that wait in Kueue's queue (``controller.demand.queued_workload_claims``) as many devices are listed as
+their claims ask for.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def main(count: int, seed_: int) -> None:
 
     In half of the situations a claim does not fit on up to three nodes of different products, with devices held,
     cordons, taints, DeviceTaintRules and faults. In the other half a free GPU is offered, and resources, taints,
-    labels, or NICs of another driver are in the way of the pod, or, in one of ten, a ResourceQuota in that of its claim.
+    labels, or NICs of another driver are in the way of the pod; in one of ten a ResourceQuota is in that of its claim.
     """
     with control_plane("reasons", {"kube-scheduler": NO_LIMIT}) as cluster:
         false, summary = check(cluster, count, seed_, Progress())
