@@ -19,7 +19,7 @@ from tests.bench.fleet.offers import Refreshing
 from tests.bench.fleet.watching import PERIOD_S, Usage, Writes
 from tests.bench.placement.measures import percentile
 from tests.bench.placement.replay import claim, pod
-from tests.bench.placement.trace import PROFILES
+from tests.bench.placement.trace import KEPT_PROFILES
 from tests.harness.cluster import Cluster
 from tests.harness.processes import ProcessTable
 from tests.harness.progress import Progress
@@ -186,12 +186,12 @@ def steady(live: Live, measured_s: float = MEASURED_S) -> Steady:
 
 
 def refreshed(live: Live, allocations: int = 60) -> Refreshed:
-    """One pod after the other, of any profile, none of which ends."""
+    """One pod after the other, of profiles that are kept on offer, none of which ends."""
     stop, rng = threading.Event(), random.Random(live.nodes)
     refreshing = Refreshing(live.client, stop)
     for number in range(allocations):
         name = f"one-{number}"
-        live.client.create(CLAIMS, claim(name, rng.choice(PROFILES)))
+        live.client.create(CLAIMS, claim(name, rng.choice(KEPT_PROFILES)))
         live.client.create(PODS, pod(name))
         done = f"claim {number} got a device and its offers are whole again"
         wait_for(lambda count=number + 1: len(refreshing.took) >= count, REFRESHED_S, done)  # type: ignore[misc]

@@ -27,7 +27,7 @@ from driver.slices.build import CLOSED
 from tests.bench.placement.fleet import Mode, running_fleet
 from tests.bench.placement.measures import percentile
 from tests.bench.placement.replay import claim, pod
-from tests.bench.placement.trace import NODE_GPUS, PROFILES
+from tests.bench.placement.trace import KEPT_PROFILES, NODE_GPUS
 from tests.bench.results import machine
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
@@ -178,7 +178,7 @@ def allocated(found: Claim) -> tuple[DeviceId, ...] | None:
 
 
 def measure(cluster: Cluster, nodes: int, allocations: int) -> Refreshes:
-    """One pod after the other, of any profile, none of which ends."""
+    """One pod after the other, of profiles that are kept on offer, none of which ends."""
     stop, rng, took = threading.Event(), random.Random(nodes), []
     client = KubeClient(load_configuration(cluster.kubeconfig), "tessera-bench")
     controller = ControllerProcess(cluster, flags=("--linger-s", "10"))
@@ -188,7 +188,7 @@ def measure(cluster: Cluster, nodes: int, allocations: int) -> Refreshes:
         watching = Watching(client, stop)
         before = watching.updates
         for number in range(allocations):
-            request, name = rng.choice(PROFILES), f"pod-{number}"
+            request, name = rng.choice(KEPT_PROFILES), f"pod-{number}"
             client.create(CLAIMS, claim(name, request))
             client.create(PODS, pod(name))
             took.append(watching.refreshed_ms(name, str(request.key.profile)))

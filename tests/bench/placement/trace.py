@@ -56,6 +56,9 @@ def _partition(profile: str) -> Request:
 
 
 PROFILES = tuple(_partition(name) for name in ("7g.80gb", "4g.40gb", "3g.40gb", "2g.20gb", "1g.20gb", "1g.10gb"))
+KEPT_PROFILES = PROFILES[1:]
+"""Those of which unasked offers are kept: not one as large as the GPU."""
+
 FULL_GPU, FULL_NODE = Request(FULL), Request(FULL, NODE_GPUS)
 
 UNIFORM = Mix("uniform", dict.fromkeys(PROFILES, 1 / 6))
