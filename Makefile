@@ -51,7 +51,7 @@ image: ## build the container image as an OCI archive in the cache, without a Do
 	@$(MAKE) -s env >&2
 	@$(RUN)/python -m tests.image --cache $(CACHE)
 
-test: lint test-unit test-cluster test-smoke ## run lint and all tests except the slow ones, also on the real cluster (12 minutes with a warm cache)
+test: lint test-unit test-cluster test-smoke ## run lint and all tests except the slow ones, also on the real cluster (45 minutes on 2 cores with a warm cache)
 
 test-all: lint binaries ## run lint and all tests, including the slow ones
 	@rm -rf $(AUDIT) && mkdir -m 700 $(AUDIT)
@@ -61,7 +61,7 @@ test-all: lint binaries ## run lint and all tests, including the slow ones
 test-fast: env ## run the quick tests that need no cluster (1 minute)
 	$(WITHOUT_CLUSTER) -m "not cluster and not slow and not long"
 
-test-unit: env ## run all tests that need no cluster, except the slow ones (2 minutes)
+test-unit: env ## run all tests that need no cluster, except the slow ones (7 minutes on 2 cores)
 	$(WITHOUT_CLUSTER) -m "not cluster and not slow"
 
 test-cluster: binaries ## run the tests on the real local cluster and check that no process has unused permissions (root)
