@@ -44,8 +44,10 @@ class DeviceIndex:
         """By pool, the nodes with free devices."""
         self._pools: dict[str, str] = {}
         """The names of the pools, by node."""
-        self._unpublished: dict[str, tuple[GpuNodePlan, frozenset[Offer]]] = {}
-        """By node, what a plan offers and the node does not publish: until plan or node change."""
+        self._compared: dict[str, GpuNodePlan] = {}
+        """By node, the plan for which the next two were found."""
+        self._leaving_on: dict[str, frozenset[PoolDevice]] = {}
+        self._unpublished_on: dict[str, frozenset[Offer]] = {}
         self._plans: Mapping[str, GpuNodePlan] | None = None
         """The plans for which the next two were found; None: a node has changed since."""
         self._leaving: frozenset[PoolDevice] = frozenset()
@@ -56,7 +58,8 @@ class DeviceIndex:
         renewed = changes.views
         if changes.membership or self._fleet.hardware is not fleet.hardware:
             renewed, self._by_pool, self._with_free = views, {}, {}
-            self._complete_nodes, self._unpublished = set(), {}
+            self._complete_nodes, self._compared = set(), {}
+            self._leaving_on, self._unpublished_on = {}, {}
             self._pools = {view.name: view.pool for view in views}
         self._fleet = fleet
         if not renewed and not changes.membership:
@@ -80,7 +83,9 @@ class DeviceIndex:
         self._complete_nodes.discard(view.name)
         if view.is_complete:
             self._complete_nodes.add(view.name)
-        self._unpublished.pop(view.name, None)
+        self._compared.pop(view.name, None)
+        self._leaving_on.pop(view.name, None)
+        self._unpublished_on.pop(view.name, None)
 
     def is_published(self, device: PoolDevice) -> bool:
         node = self._by_pool.get(device.pool)
@@ -128,26 +133,32 @@ class DeviceIndex:
         """Find what nodes have not done yet of what ``plans`` ask for."""
         if self._plans is plans:
             return
-        leaving: set[PoolDevice] = set()
-        not_published: set[Offer] = set()
         for name, plan in plans.items():
-            withdrawn = plan.spec.withdrawn if name in self._pools else ()
-            leaving.update(filter(self.is_published, (PoolDevice(self._pools[name], device) for device in withdrawn)))
-            remembered = self._unpublished.get(name)
-            if remembered is None or remembered[0] is not plan:
-                remembered = self._unpublished[name] = (plan, self._unpublished_on(name, plan))
-            not_published |= remembered[1]
-        self._plans, self._leaving, self._not_published = plans, frozenset(leaving), frozenset(not_published)
+            if self._compared.get(name) is not plan:
+                self._compared[name] = plan
+                self._compare_node(name, plan)
+        self._plans = plans
+        self._leaving = frozenset().union(*self._leaving_on.values())
+        self._not_published = frozenset().union(*self._unpublished_on.values())
 
-    def _unpublished_on(self, node: str, plan: GpuNodePlan) -> frozenset[Offer]:
+    def _compare_node(self, node: str, plan: GpuNodePlan) -> None:
+        self._leaving_on.pop(node, None)
+        self._unpublished_on.pop(node, None)
         devices = self._by_pool.get(self._pools.get(node, ""))
-        if devices is None or not devices.view.follows_plan or devices.view.is_complete:
-            return frozenset()
+        if devices is None:
+            return
         view = devices.view
+        leaving = frozenset(PoolDevice(view.pool, name) for name in plan.spec.withdrawn if name in view.published)
+        if leaving:
+            self._leaving_on[node] = leaving
+        if not view.follows_plan or view.is_complete:
+            return
         gpus = ((offer, self._fleet.gpus.get(offer.gpu)) for offer in plan.spec.offered)
         names = {offer: gpu.device_name(offer.spot) for offer, gpu in gpus if gpu is not None}
         published = view.published.keys() | view.held.keys()
-        return frozenset(offer for offer, name in names.items() if name not in published)
+        unpublished = frozenset(offer for offer, name in names.items() if name not in published)
+        if unpublished:
+            self._unpublished_on[node] = unpublished
 
     def obstacles(self, offers: Collection[Offer], withdrawn: Collection[PoolDevice]) -> dict[Offer, set[PoolDevice]]:
         """Those of ``offers`` that overlap published devices which no claim holds, except ``withdrawn``, with these.

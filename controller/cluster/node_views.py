@@ -103,7 +103,7 @@ class NodeViews:
     def all(self) -> tuple[NodeView, ...]:
         """The same tuple as long as no view changes."""
         if self._all is None:
-            self._all = tuple(self._views[name] for name in sorted(self._views))
+            self._all = tuple(map(self._views.__getitem__, sorted(self._views)))
         return self._all
 
     def changes(self) -> NodeChanges:

@@ -103,7 +103,8 @@ class PlanWriter:
         if not due:
             return 0
         with ThreadPoolExecutor(min(len(due), PARALLEL_WRITES)) as pool:
-            errors = {write.node: error for write, error in zip(due, pool.map(self._write, due), strict=True)}
+            run = pool.map if len(due) > 1 else map  # a thread costs more than its switch is worth for one plan
+            errors = {write.node: error for write, error in zip(due, run(self._write, due), strict=True)}
         failed = {node: error for node, error in errors.items() if error is not None}
         conflicts = [node for node, error in failed.items() if error.status == CONFLICT]
         if conflicts:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from controller.cluster.cache import ClusterCache, Snapshot
 from controller.cluster.device_index import DeviceIndex
@@ -41,23 +41,32 @@ class NodeStates:
     ``names``: all nodes. ``following``: those that follow their plans and accept offers. ``silent``: those that publish
     nothing that the scheduler takes, ``refusing``: those that do not publish all that their plans offer; and why.
     ``leaving_out_held``: whether the plan of one leaves held devices unpublished while it offers nothing.
+    ``incomplete``: that of the snapshot.
     """
 
-    names: tuple[str, ...]
-    following: frozenset[str]
-    silent: Mapping[str, str]
-    refusing: Mapping[str, str]
-    leaving_out_held: bool
+    names: tuple[str, ...] = ()
+    following: frozenset[str] = frozenset()
+    silent: Mapping[str, str] = field(default_factory=dict)
+    refusing: Mapping[str, str] = field(default_factory=dict)
+    leaving_out_held: bool = False
+    incomplete: Mapping[str, str] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, snapshot: Snapshot) -> NodeStates:
-        views = snapshot.views
-        return cls(
-            names=tuple(view.name for view in views),
-            following=frozenset(view.name for view in views if view.follows_plan and not view.why_no_offers),
-            silent=silent_nodes(views, snapshot.incomplete),
-            refusing=refusing_nodes(views),
+    def renewed(self, snapshot: Snapshot) -> NodeStates:
+        """The states in ``snapshot``; only the nodes that changed are looked at, if that suffices."""
+        before, views, names = self, snapshot.changed.views, self.names
+        if snapshot.changed.membership or snapshot.incomplete != self.incomplete or not names:
+            before, views, names = NodeStates(), snapshot.views, tuple(view.name for view in snapshot.views)
+        new = {view.name for view in views}
+        following = {view.name for view in views if view.follows_plan and not view.why_no_offers}
+        silent = {name: why for name, why in before.silent.items() if name not in new}
+        refusing = {name: why for name, why in before.refusing.items() if name not in new}
+        return NodeStates(
+            names=names,
+            following=before.following - new | following,
+            silent=silent | silent_nodes(views, snapshot.incomplete),
+            refusing=refusing | refusing_nodes(views),
             leaving_out_held=any(plan.spec.leaves_out_held for plan in snapshot.plans.values()),
+            incomplete=snapshot.incomplete,
         )
 
 
@@ -145,7 +154,7 @@ class ReadStage:
         self._devices.update(views, changed, self._fleet)
         if changed.nodes:
             self._eligibility, self._eligibility_of_queued = (Eligibility(snapshot.cluster.nodes) for _ in range(2))
-        return NodeStates.of(snapshot)
+        return (self._nodes or NodeStates()).renewed(snapshot)
 
     def prepare(self, seen: DecisionInput) -> None:
         """Compile and evaluate the selectors of new DeviceClasses, so that the first claim of a class need not wait."""

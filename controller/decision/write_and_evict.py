@@ -71,6 +71,8 @@ class WriteStage:
         self._specs = PlanSpecs()
         self._writer = PlanWriter(client, cache.observe_plan, observer=observer)
         self.labels = NodeLabels(client, LABEL_SETS[settings.node_labels])
+        self._labelled: object = None
+        """The hardware for which labels were compared last."""
         self._asked: Asked | None = None
         """What was written last; None: the last attempt failed."""
         self._requested: frozenset[OfferKind] = frozenset()
@@ -105,8 +107,9 @@ class WriteStage:
         if written:
             elapsed, offered = (time.perf_counter() - seen.began) * 1000, len(offers.planned.offers)
             log.info("wrote plans", extra={"plans": written, "offers": offered, "ms": f"{elapsed:.0f}"})
-        if not seen.is_same_cluster:
+        if changed.nodes or seen.fleet.hardware is not self._labelled:
             self.labels.update(seen.snapshot.cluster.nodes, changed.names, seen.fleet)
+            self._labelled = seen.fleet.hardware
         self._overlaps.update(seen.snapshot.cluster.claims, seen.fleet, changed.names)
         has_failed = self._failed_starts.next_s is not None or any(plan.status.unprepared for plan in plans.values())
         if has_failed and self._cache.stale() is None:
@@ -156,11 +159,13 @@ class HeldPublication:
         the modes in ``plans``. The cluster returns to ALWAYS only when clearly fewer GPUs are left.
         """
         now = self._clock()
-        stored = {name: plan.spec.publish_held for name, plan in plans.items()}
-        limit = RETURN_SHARE if PublishHeld.BESIDE_OFFERS in stored.values() else 1
+        has_beside = any(plan.spec.publish_held is PublishHeld.BESIDE_OFFERS for plan in plans.values())
+        limit = RETURN_SHARE if has_beside else 1
         is_small = most_gpus is None or gpus <= most_gpus * limit
         of_cluster = PublishHeld.ALWAYS if is_small else PublishHeld.BESIDE_OFFERS
-        modes = {name: self._modes.get(name) or stored.get(name, of_cluster) for name in nodes}
+        new = [name for name in nodes if name not in self._modes]
+        stored = {name: plans[name].spec.publish_held if name in plans else of_cluster for name in new}
+        modes = {name: self._modes.get(name) or stored[name] for name in nodes}
         self._modes = modes | {name: PublishHeld.ALWAYS for name in requested if name in modes}
         differing = {name for name, mode in self._modes.items() if mode is not of_cluster} - {*requested}
         self._due = {name: self._due.get(name) or now + MODE_SPREAD_SECONDS * self._spread() for name in differing}

@@ -73,7 +73,8 @@ def check(cluster: Cluster, count: int, number: int, progress: Progress = SILENT
     false = [f"{text}\n{described(each.now)}" for each in walks for text in each.false]
     false += [f"{text}\n{each.quotas}" for each in quota_walks for text in each.false]
     asked += [question for each in walks for question in each.questions]
-    said = [reason for each in (*walks, *quota_walks) for reason in each.reasons]
+    said = [reason for each in walks for reason in each.reasons]
+    said += [reason for each in quota_walks for reason in each.reasons]
     codes += Counter(str(reason.code) for reason in said)
     with progress.part(f"{len(asked)} statements", len(asked) / QUESTIONS_PER_SECOND):
         false += _false(scheduler, asked)

@@ -198,7 +198,7 @@ class _Namespace:
             quota = self.quota(name)
             status = quota.get("status", {})
             counted = status.get("used", {}).get(CLAIMS) == str(len(self.existing))
-            return counted and status.get("hard") == quota["spec"]["hard"]
+            return bool(counted and status["hard"] == quota["spec"]["hard"])
 
         for quota in quotas:
             wait_for(lambda quota=quota: is_counted(quota), RECKONED_S, f"{self._quotas}/{quota} counts")  # type: ignore[misc]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from controller.cluster.cache import ClusterCache
 from controller.cluster.claim_index import PoolDevice
-from controller.fence import configmap as fenced
 from controller.fence import fence as module
+from controller.fence import fenced_devices as fenced
 from controller.fence import withdrawals as withdrawals_module
 from controller.fence.fence import Fence, FenceSettings, Withdrawable
 from controller.fence.withdrawals import Withdrawals
