@@ -40,14 +40,15 @@ class NodeStates:
 
     ``names``: all nodes. ``following``: those that follow their plans and accept offers. ``silent``: those that publish
     nothing that the scheduler takes, ``refusing``: those that do not publish all that their plans offer; and why.
-    ``leaving_out_held``: whether the plan of one leaves held devices unpublished while it offers nothing.
-    ``incomplete``: that of the snapshot.
+    ``unprepared``: those that could not prepare a claim. ``leaving_out_held``: whether the plan of one leaves held
+    devices unpublished while it offers nothing. ``incomplete``: that of the snapshot.
     """
 
     names: tuple[str, ...] = ()
     following: frozenset[str] = frozenset()
     silent: Mapping[str, str] = field(default_factory=dict)
     refusing: Mapping[str, str] = field(default_factory=dict)
+    unprepared: frozenset[str] = frozenset()
     leaving_out_held: bool = False
     incomplete: Mapping[str, str] = field(default_factory=dict)
 
@@ -65,6 +66,7 @@ class NodeStates:
             following=before.following - new | following,
             silent=silent | silent_nodes(views, snapshot.incomplete),
             refusing=refusing | refusing_nodes(views),
+            unprepared=before.unprepared - new | {view.name for view in views if view.status.unprepared},
             leaving_out_held=any(plan.spec.leaves_out_held for plan in snapshot.plans.values()),
             incomplete=snapshot.incomplete,
         )

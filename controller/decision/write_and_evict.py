@@ -111,7 +111,7 @@ class WriteStage:
             self.labels.update(seen.snapshot.cluster.nodes, changed.names, seen.fleet)
             self._labelled = seen.fleet.hardware
         self._overlaps.update(seen.snapshot.cluster.claims, seen.fleet, changed.names)
-        has_failed = self._failed_starts.next_s is not None or any(plan.status.unprepared for plan in plans.values())
+        has_failed = self._failed_starts.next_s is not None or seen.nodes.unprepared
         if has_failed and self._cache.stale() is None:
             self._failed_starts.update(plans, seen.snapshot.cluster.claims)
         self._asked, self._requested = asked, requested
@@ -163,9 +163,10 @@ class HeldPublication:
         limit = RETURN_SHARE if has_beside else 1
         is_small = most_gpus is None or gpus <= most_gpus * limit
         of_cluster = PublishHeld.ALWAYS if is_small else PublishHeld.BESIDE_OFFERS
-        new = [name for name in nodes if name not in self._modes]
-        stored = {name: plans[name].spec.publish_held if name in plans else of_cluster for name in new}
-        modes = {name: self._modes.get(name) or stored[name] for name in nodes}
+        modes = self._modes
+        if modes.keys() != {*nodes}:
+            stored = {name: plan.spec.publish_held for name, plan in plans.items()}
+            modes = {name: modes.get(name) or stored.get(name, of_cluster) for name in nodes}
         self._modes = modes | {name: PublishHeld.ALWAYS for name in requested if name in modes}
         differing = {name for name, mode in self._modes.items() if mode is not of_cluster} - {*requested}
         self._due = {name: self._due.get(name) or now + MODE_SPREAD_SECONDS * self._spread() for name in differing}
@@ -216,10 +217,12 @@ class PlanSpecs:
         nodes_of_withdrawn = {self._node_of_pool[pool] for pool in withdrawn_of if pool in self._node_of_pool}
         monitored = asked.monitored & self._views.keys()
         special = offers_of.keys() | listed_of.keys() | self._dedicated | nodes_of_withdrawn | monitored
-        turned = {name for name, held in publish_held.items() if self._publish_held.get(name) is not held}
+        turned = set[str]()
+        if publish_held != self._publish_held:
+            turned = {name for name, held in publish_held.items() if self._publish_held.get(name) is not held}
         if asked.mode is not self._offer_mode:
             turned = {*self._views}
-        self._publish_held, self._offer_mode = dict(publish_held), asked.mode
+        self._publish_held, self._offer_mode = publish_held, asked.mode
         for name in renewed | ((self._special | turned) & self._views.keys()) | special:
             view = self._views[name]
             uses = view.dedication.gpus
