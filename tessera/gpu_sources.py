@@ -11,7 +11,7 @@ from driver.errors import EnvironmentFault, FatalError, StateError
 from driver.kube.client import KubeClient
 from driver.kube.types import GpuNodePlan
 from driver.model.gpu import MigMode
-from driver.model.plan import KIND, GpuReport, states_of
+from driver.model.plan import KIND, GpuReport, decode_inventory
 from kubelet_plugin.inventory.open_hardware import open_host
 from kubelet_plugin.settings import node_settings
 from tessera.cluster_options import find_plans
@@ -29,7 +29,7 @@ def plans_and_gpus(client: KubeClient, needs: str) -> tuple[list[GpuNodePlan], l
         plans = find_plans(client) or []
     except msgspec.MsgspecError as error:
         raise FatalError(f"a {KIND} can't be read: {error}") from error
-    reports = [report for plan in plans for report in states_of(plan.status.inventory)]
+    reports = [report for plan in plans for report in decode_inventory(plan.status.inventory)]
     if not reports:
         raise EnvironmentFault(f"no {KIND} lists a GPU{needs}")
     return plans, reports
@@ -38,7 +38,7 @@ def plans_and_gpus(client: KubeClient, needs: str) -> tuple[list[GpuNodePlan], l
 def readable_reports(plan: GpuNodePlan) -> list[GpuReport]:
     """The GPUs that a node reports in its plan's status; empty if that can't be read."""
     try:
-        return states_of(plan.status.inventory)
+        return decode_inventory(plan.status.inventory)
     except StateError:
         return []
 

@@ -12,7 +12,7 @@ from controller.cluster.node_views import NodeChanges, NodeView
 from driver.errors import StateError
 from driver.model.device import Device, share_device
 from driver.model.gpu import Gpu
-from driver.model.plan import FaultKind, GpuReport, states_of
+from driver.model.plan import FaultKind, GpuReport, decode_inventory
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def _empty(node: NodeView, before: BuiltNode | None) -> tuple[FleetGpu, ...]:
     """The node's GPUs with nothing held; an unchanged GPU stays the same object."""
     there = {entry.gpu.uuid: entry.gpu for entry in before.empty} if before is not None else {}
     try:
-        return tuple(_gpu(node, state, there.get(state.gpu.uuid)) for state in states_of(node.status.inventory))
+        return tuple(_gpu(node, state, there.get(state.gpu.uuid)) for state in decode_inventory(node.status.inventory))
     except StateError as error:
         log.error(
             "the GPU inventory in a node's plan is unreadable: its GPUs are ignored",

@@ -1,4 +1,4 @@
-"""Offers where counters are subtracted: placements that cause the least fragmentation, enough for the pending claims.
+"""Offers for schedulers that subtract counters: enough for the pending claims, at placements of least fragmentation.
 
 The scheduler picks a node and its first device that fits; it only chooses well if nothing else is offered.
 
@@ -34,9 +34,9 @@ EXTRA_EXCHANGES = 8
 class CountersPlanner:
     """Plans for schedulers that subtract counters: offers may overlap, and the scheduler chooses among them.
 
-    ``offers``: the number of offers of each kind without pending claims. ``stickiness``: an offer is exchanged for one
-    whose growth of fragmentation is less by more than this, in memory slices; all of a kind, if that gains as much on
-    average.
+    ``offers``: the number of offers of each kind without pending claims. ``stickiness``: an offer is replaced only if
+    the new one saves more fragmentation than this, in memory slices; all offers of a kind are chosen anew only if that
+    saves more per offer on average.
     """
 
     def __init__(self, ranking: Ranking | None = None, offers: int = 2, stickiness: float = STICKINESS) -> None:
@@ -46,7 +46,7 @@ class CountersPlanner:
         self._ranked: RankedFleet | None = None
         self._wider_offers = WiderOffers()
         self._overlapping_offers: frozenset[Offer] = frozenset()
-        """The offers of the last plan that it has only because they overlap larger ones."""
+        """The offers that the last plan contains only because they overlap larger ones."""
 
     @property
     def next_s(self) -> float | None:
@@ -101,8 +101,8 @@ class CountersPlanner:
             of_kind = {place for place in places.values() if place.spot.kind == kind}
             eligible_for_all = [demand.eligible for demand in by_kind.get(kind, ()) if demand.all_devices]
             fixed = (of_kind & keep).union(*(ranked.places(kind, eligible) for eligible in eligible_for_all))
-            at_least = Need(default_kinds.get(kind), self.offers if kind in default_kinds else 0)
-            needs = needs_of(ranked, kind, by_kind.get(kind, ()), of_kind, at_least)
+            default = Need(default_kinds.get(kind), self.offers if kind in default_kinds else 0)
+            needs = needs_of(ranked, kind, by_kind.get(kind, ()), of_kind, default)
             awaited -= of_kind
             to_avoid = ((*for_pending, *sorted(awaited)), for_pending) if kind in by_kind else ()
             for avoided in dict.fromkeys((*to_avoid, ())):
@@ -139,7 +139,7 @@ class Exchange(NamedTuple):
 
 @dataclass
 class OfferSelection:
-    """Selects the offers of one kind. ``extra`` are fixed offers that don't fit together with the others."""
+    """Selects the offers of one kind, with all ``fixed`` ones; ``extra`` are those of them that don't fit together."""
 
     draft: OfferDraft
     needs: Sequence[Need]
@@ -261,15 +261,15 @@ class OfferSelection:
 
 
 def needs_of(
-    fleet: RankedFleet, kind: OfferKind, demands: Sequence[Demand], published: Collection[FleetPlace], at_least: Need
+    fleet: RankedFleet, kind: OfferKind, demands: Sequence[Demand], published: Collection[FleetPlace], default: Need
 ) -> list[Need]:
     """The needs that follow from ``demands`` for ``kind``, the narrowest first; the last one is for the whole fleet.
 
     The need of a set of GPUs includes those of its subsets. ``published`` are the places of present offers,
-    ``at_least`` are the offers of the kind that there are with or without demand.
+    ``default``: the offers of the kind to make even without demand.
     """
-    if not demands and at_least.eligible is None:
-        return [at_least]
+    if not demands and default.eligible is None:
+        return [default]
     asked = [Need(demand.eligible, demand.count) for demand in demands if not demand.together]
     unmet: set[Demand] = set()  # equal demands can't be met either: what is asked of a group only grows
     for demand in demands:
@@ -279,13 +279,13 @@ def needs_of(
                 unmet.add(demand)
             else:
                 asked.append(Need(group, demand.count))
-    sets = {need.eligible for need in (*asked, at_least) if need.eligible is not None}
+    sets = {need.eligible for need in (*asked, default) if need.eligible is not None}
     counts = {eligible: _within(asked, eligible) for eligible in sets}
-    if at_least.eligible is not None:
-        counts[at_least.eligible] = max(counts[at_least.eligible], at_least.count)
+    if default.eligible is not None:
+        counts[default.eligible] = max(counts[default.eligible], default.count)
     needs = [Need(eligible, count) for eligible, count in counts.items()]
     needs.sort(key=lambda need: (len(need.eligible or ()), sorted(need.eligible or ())))
-    return [*needs, Need(None, max(at_least.count, sum(need.count for need in asked)))]
+    return [*needs, Need(None, max(default.count, sum(need.count for need in asked)))]
 
 
 def _within(asked: Iterable[Need], eligible: frozenset[str]) -> int:

@@ -109,7 +109,7 @@ class _Plan:
             self._published[place.spot.kind].append(place)
         self._drafts: dict[OfferKind, OfferDraft] = {}
         self._unmet: set[PodNeed] = set()
-        """What could not be planned: it can't be later either, because the free memory only shrinks."""
+        """What could not be planned: it can't be planned later either, because the free memory only shrinks."""
 
         self._nodes_left: dict[PodNeed, deque[str]] = {}
         """The nodes that may still have room for several devices: those that had none before are left out."""
@@ -156,13 +156,13 @@ class _Plan:
             need, requests = (requirements, nodes), requirements.requests
             if need in self._unmet or not requests or not self._feasibility.may_fit(*need):
                 continue
-            is_one = len(requests) == 1 and requests[0].count == 1 and not requirements.constraints
-            places = self._one(*need) if is_one else self._several(*need, budget)
+            needs_one_device = len(requests) == 1 and requests[0].count == 1 and not requirements.constraints
+            places = self._place_one(*need) if needs_one_device else self._place_several(*need, budget)
             if places:
                 for place in places:
                     self._add(place)
                 return dict.fromkeys(keys, tuple(places))
-            if is_one or not budget.is_spent:
+            if needs_one_device or not budget.is_spent:
                 self._unmet.add(need)
         return {}
 
@@ -171,11 +171,11 @@ class _Plan:
         small_to_large = sorted(default_kinds.keys() - {FULL, SHARE}, key=self._fleet.sizes.__getitem__)
         one_of_each = [SHARE, *small_to_large]
         for kind in [FULL] * count + one_of_each * count:
-            place = self._spare(kind, default_kinds.get(kind))
+            place = self._place_for_future_claims(kind, default_kinds.get(kind))
             if place is not None:
                 self._add(place)
 
-    def _spare(self, kind: OfferKind, eligible: Eligible) -> FleetPlace | None:
+    def _place_for_future_claims(self, kind: OfferKind, eligible: Eligible) -> FleetPlace | None:
         draft = self._draft(kind)
         best = draft.best(eligible)
         if best is None:
@@ -186,7 +186,7 @@ class _Plan:
             return kept
         return best.place
 
-    def _one(self, requirements: ClaimRequirements, nodes: Nodes) -> list[FleetPlace]:
+    def _place_one(self, requirements: ClaimRequirements, nodes: Nodes) -> list[FleetPlace]:
         """A place for one device of the smallest kind with room.
 
         A published offer, or else the place that causes the least fragmentation.
@@ -215,7 +215,7 @@ class _Plan:
         best = self._draft(selected.kind).best(eligible)
         return [] if best is None else [best.place]
 
-    def _several(self, requirements: ClaimRequirements, nodes: Nodes, budget: Budget) -> list[FleetPlace]:
+    def _place_several(self, requirements: ClaimRequirements, nodes: Nodes, budget: Budget) -> list[FleetPlace]:
         """Places on one node: published offers if those of a node suffice, otherwise new ones on the fullest with room.
 
         Empty if there are none or ``budget`` is spent; then another namespace may still find some.

@@ -27,7 +27,7 @@ class FleetPlace(NamedTuple):
 
 
 class CliqueCandidate(NamedTuple):
-    """The best place of one clique. The candidate that is preferred compares as less."""
+    """The best place of one clique. The preferred candidate sorts first."""
 
     ranked: Ranked
     clique: int
@@ -74,9 +74,9 @@ class RankedFleet:
         self.cliques: list[RankedClique] = [] if same is None else list(same.cliques)
         for clique in changed:
             ranked = ranking.clique(tuple(ranking.gpu(gpu.state) for gpu in self.gpus_by_clique[clique]))
-            self.cliques[clique : clique + 1] = [ranked]  # without an earlier state appended, otherwise replaced
+            self.cliques[clique : clique + 1] = [ranked]  # appended if there is no earlier state, otherwise replaced
         self.position_of: dict[str, tuple[int, int]] = {} if same is None else same.position_of
-        """Clique and position of every GPU; the same while the hardware is."""
+        """Clique and position of every GPU; unchanged while the hardware is."""
         for clique, group in enumerate(self.gpus_by_clique) if same is None else ():
             self.position_of |= {gpu.gpu.uuid: (clique, position) for position, gpu in enumerate(group)}
         self.of_sets: dict[frozenset[str], Mapping[int, list[int]]] = {} if same is None else same.of_sets

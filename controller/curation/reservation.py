@@ -1,8 +1,8 @@
 """Free memory that is kept for a pod that waits in vain (pure but for what the class remembers).
 
-With disjoint offers the controller decides which claim gets free memory. A pod for which there is no room keeps no
-other from it at first. After ``WAIT_SECONDS`` the first such pod gets a reservation: nothing new is offered on GPUs
-that would do for it once they are free, those with the most free memory. One pod at a time has a reservation.
+With disjoint offers the controller decides which claim gets free memory. A pod for which there is no room at first does
+not keep others from using it. After ``WAIT_SECONDS`` the first such pod gets a reservation: nothing new is offered on
+the GPUs with the most free memory that would satisfy it once they are free. One pod at a time has a reservation.
 """
 
 from __future__ import annotations

@@ -48,10 +48,10 @@ MAX_CLAIMS = 8
 
 @dataclass
 class LackingSince:
-    """A claim that lacks devices: since when it does, the last allocation of its burst, and its requirements."""
+    """A claim that lacks devices: since when, the last allocation of its burst after that, and its requirements."""
 
     since: float
-    last_deferred: float
+    last_burst_allocation: float
     requirements: object
 
 
@@ -85,7 +85,7 @@ class WiderOffers:
         }
         self._remember(queue, unsatisfied, now)
         overdue = [pending for pending in unsatisfied.values() if self._overdue_seconds(pending, now) >= 0]
-        overdue.sort(key=lambda pending: self._waits[pending.key].last_deferred)
+        overdue.sort(key=lambda pending: self._waits[pending.key].last_burst_allocation)
         chosen: dict[object, Nodes] = {}
         wider: dict[str, Nodes] = {}
         for pending in overdue:
@@ -109,11 +109,11 @@ class WiderOffers:
             wait = self._waits.setdefault(key, LackingSince(now, now, queue.requirements(pending)))
             may_defer = self._overdue_seconds(pending, now) < 0 and now - wait.since < MAX_DEFERRAL_SECONDS
             if may_defer and earliest_served <= self._first_seen[key] + BURST_SECONDS:
-                wait.last_deferred = now
+                wait.last_burst_allocation = now
 
     def _overdue_seconds(self, pending: PendingClaim, now: float) -> float:
         """Seconds since the time for regular offers ended; negative before."""
-        return now - self._waits[pending.key].last_deferred - OVERDUE_AFTER_SECONDS
+        return now - self._waits[pending.key].last_burst_allocation - OVERDUE_AFTER_SECONDS
 
     def _turn(self, groups: Sequence[Nodes], pending: PendingClaim, now: float) -> Nodes:
         """The one of ``groups`` whose turn it is; none in a pause."""

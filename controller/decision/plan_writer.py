@@ -15,7 +15,7 @@ from controller.step_names import Observer, Step
 from driver.errors import CONFLICT, ApiError
 from driver.kube.client import KubeClient, Object
 from driver.kube.types import GpuNodePlan
-from driver.model.plan import API_VERSION, KIND, OPERATORS, PATH, PlanSpec
+from driver.model.plan import API_VERSION, KIND, OPERATOR_FIELDS, PATH, PlanSpec
 from driver.step_observer import observed, unobserved
 
 log = logging.getLogger(__name__)
@@ -28,8 +28,8 @@ RETRY_INTERVAL_SECONDS = 3.0
 """Time until a failed write of a plan is repeated; other plans are written meanwhile."""
 
 CONFLICT_RETRY_SECONDS = 0.1
-"""Time after which a plan that changed meanwhile is written if the watch has brought the new version by then: it calls
-for no decision if only numbers of the status changed."""
+"""Delay before a conflicting write is tried again, once the watch has the new version: a change of status numbers alone
+triggers no decision that would do it."""
 
 MAX_WRITES = 48
 """Plans written per decision: an urgent plan must not wait for the updates of a thousand nodes."""
@@ -79,7 +79,7 @@ class PlanWriter:
         self._observer = observer
         self._differs_since: dict[str, float] = {}
         self._differ: set[str] = set()
-        """Nodes whose plans differed from their spec at the last call."""
+        """Nodes whose plans differed from ``specs`` at the last call of ``write``."""
         self._failed: dict[str, float] = {}
         self._outdated: dict[str, GpuNodePlan | None] = {}
         """By node, what the API server refused to change because it is not the newest version."""
@@ -165,7 +165,7 @@ class PlanWriter:
     def _write(self, due: Due) -> ApiError | None:
         """Write one plan, unless it changed meanwhile (CONFLICT): another controller may lead by now."""
         _, node, plan, owner, spec = due
-        body = {"spec": {key: value for key, value in msgspec.to_builtins(spec).items() if key not in OPERATORS}}
+        body = {"spec": {key: value for key, value in msgspec.to_builtins(spec).items() if key not in OPERATOR_FIELDS}}
         with observed(self._observer, Step.WRITE_PLAN):
             try:
                 if plan is None:
@@ -186,7 +186,7 @@ def _is_current(current: PlanSpec, spec: PlanSpec) -> bool:
     """Whether a plan needs no write. Withdrawn devices that have left the slices need not be removed from it."""
     if not set(spec.withdrawn) <= set(current.withdrawn):
         return False
-    return msgspec.structs.replace(current.decided, withdrawn=()) == msgspec.structs.replace(spec, withdrawn=())
+    return msgspec.structs.replace(current.controller_fields, withdrawn=spec.withdrawn) == spec
 
 
 def _priority(current: PlanSpec, spec: PlanSpec, requested: Collection[str] | None) -> Priority:

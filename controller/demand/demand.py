@@ -1,8 +1,8 @@
-"""The devices that must be offered so that pending claims can be allocated (pure).
+"""The devices to offer so that pending claims can be allocated, usually of the smallest kind that fits (pure).
 
 For a claim that requests one device, demand names the GPUs that have such a device; for several devices it names sets
 of GPUs, one of which must provide them all. Some requirements can't be expressed so: devices of different kinds on one
-node, different values of an attribute, certain placements. They make demand on the fullest node that satisfies them.
+node, different values of an attribute, certain placements. For these it names the fullest node that satisfies them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def demand_of(queue: Queue, widened: Mapping[str, Nodes] = NONE) -> list[Demand]
     for pending in queue.pending:
         if pending.key in widened:
             demands += _all_of_claim(queue, pending, widened[pending.key])
-    demands += [Demand(selected.kind, 1, gpus, all_devices=True) for selected, gpus in _kinds_requested_whole(queue)]
+    demands += [Demand(selected.kind, 1, gpus, all_devices=True) for selected, gpus in _kinds_of_request_for_all(queue)]
     plain: Counter[tuple[OfferKind, Eligible]] = Counter()
     rest: list[Demand] = []
     for demand in demands:
@@ -71,18 +71,18 @@ def demand_of(queue: Queue, widened: Mapping[str, Nodes] = NONE) -> list[Demand]
 
 def nodes_with_requests_for_all(queue: Queue) -> Nodes:
     """The nodes that must publish their held devices, because a pending claim requests all devices of a node."""
-    gpus = frozenset[str]().union(*(gpus for _, gpus in _kinds_requested_whole(queue)))
+    gpus = frozenset[str]().union(*(gpus for _, gpus in _kinds_of_request_for_all(queue)))
     return frozenset(queue.feasibility.fleet.gpus[uuid].node for uuid in gpus)
 
 
-def _kinds_requested_whole(queue: Queue) -> Iterator[tuple[SelectedKind, Group]]:
+def _kinds_of_request_for_all(queue: Queue) -> Iterator[tuple[SelectedKind, Group]]:
     """The kinds of devices, and their GPUs, that requests for all devices select, held or not."""
     for pending, request in queue.requests_for_all:
         yield from queue.feasibility.kinds(request.selector, queue.nodes(pending)).items()
 
 
 def _of_claim(queue: Queue, pending: PendingClaim) -> Iterator[Demand]:
-    """For each request demand for the smallest kind of device that it selects and that there is room for.
+    """For each request, demand for the smallest kind of device that it selects and that there is room for.
 
     Larger kinds are not offered for it, because the scheduler might allocate them: a whole GPU for a claim of 2 GiB.
     """

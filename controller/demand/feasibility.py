@@ -69,7 +69,7 @@ NodeOutcomes = dict[str, tuple[tuple[FleetGpu, ...], SearchOutcome]]
 
 
 @dataclass
-class HardwareMemory:
+class HardwareCache:
     """Results about fleets with the same hardware, reused from one decision to the next.
 
     ``kinds`` by selector and nodes, and ``sets`` of GPUs by selector, kind, nodes and attributes. ``free`` slices and
@@ -99,15 +99,15 @@ class Matching(Selectors):
 
     def __init__(self, driver: str) -> None:
         super().__init__(driver)
-        self.memory = HardwareMemory(None)
+        self.cache = HardwareCache(None)
 
     def feasibility(self, fleet: Fleet) -> Feasibility:
         """The feasibility on the present fleet: the same object as long as the fleet is."""
-        if self.memory.hardware is not fleet.hardware:
-            self.memory = HardwareMemory(fleet.hardware)
-        if self.memory.present is None or self.memory.present.fleet is not fleet:
-            self.memory.present = Feasibility(fleet, self)
-        return self.memory.present
+        if self.cache.hardware is not fleet.hardware:
+            self.cache = HardwareCache(fleet.hardware)
+        if self.cache.present is None or self.cache.present.fleet is not fleet:
+            self.cache.present = Feasibility(fleet, self)
+        return self.cache.present
 
 
 class Feasibility:
@@ -122,7 +122,7 @@ class Feasibility:
         self.fleet = fleet
         self.matching = matching
         self._is_hypothetical, self._is_ideal = is_hypothetical, is_ideal
-        self._memory = HardwareMemory(None) if is_hypothetical else matching.memory
+        self._cache = HardwareCache(None) if is_hypothetical else matching.cache
         self._states: dict[str, States] = {}
         self._outcomes: dict[Hashable, SearchOutcome] = {}
         self._found: dict[tuple[ClaimRequirements, Nodes], NodeSearch] = {}
@@ -137,24 +137,24 @@ class Feasibility:
 
         The same object while the hardware stays the same.
         """
-        if self._memory.ideal is None:
+        if self._cache.ideal is None:
             fleet = self.fleet.unheld
             fleet = fleet.changed(replace(gpu, tainted=()) for gpu in fleet if gpu.tainted)
-            self._memory.ideal = Feasibility(fleet, self.matching, is_hypothetical=True, is_ideal=True)
-        return self._memory.ideal
+            self._cache.ideal = Feasibility(fleet, self.matching, is_hypothetical=True, is_ideal=True)
+        return self._cache.ideal
 
     @property
     def unheld(self) -> Feasibility:
         """As if nothing were held, and everything else as it is; the same object as long as ``Fleet.unheld`` is."""
-        unheld = self._memory.unheld
+        unheld = self._cache.unheld
         if unheld is None or unheld.fleet is not self.fleet.unheld:
-            unheld = self._memory.unheld = Feasibility(self.fleet.unheld, self.matching, is_hypothetical=True)
+            unheld = self._cache.unheld = Feasibility(self.fleet.unheld, self.matching, is_hypothetical=True)
         return unheld
 
     @cached_property
     def nodes(self) -> tuple[str, ...]:
         """The nodes with GPUs, the fullest first: a claim that fits there leaves the others whole."""
-        free, order = self._memory.free, self._memory.order
+        free, order = self._cache.free, self._cache.order
         for node, gpus in self.fleet.nodes.items():
             before = free.get(node)
             if before is None or before[0] is not gpus:
@@ -210,12 +210,12 @@ class Feasibility:
         """Whether each of ``nodes`` with free memory satisfies ``requirements``, the fullest first."""
         budget = Budget()
         # Outcomes by node, which later fleets reuse while the node's GPUs are the same objects.
-        remembered = None if self._is_hypothetical else self._memory.outcomes.get(requirements)
+        remembered = None if self._is_hypothetical else self._cache.outcomes.get(requirements)
         if remembered is None:
             remembered = {}
-            _remember(self._memory.outcomes, requirements, remembered, MAX_REQUIREMENTS)
+            _remember(self._cache.outcomes, requirements, remembered, MAX_REQUIREMENTS)
         for node in self.nodes:
-            gpus, free = self._memory.free[node]
+            gpus, free = self._cache.free[node]
             if not free or node not in nodes:
                 continue
             before = remembered.get(node)
@@ -242,22 +242,22 @@ class Feasibility:
 
     def kinds(self, selector: Selector, nodes: Nodes) -> dict[SelectedKind, Group]:
         """The kinds of devices that ``selector`` selects on ``nodes``, held or not, and the GPUs that have them."""
-        query, memory = (selector, nodes), self._memory.kinds
-        if query not in memory:
+        query, cache = (selector, nodes), self._cache.kinds
+        if query not in cache:
             everywhere, fleet = self.fleet.nodes.keys() <= nodes, self.fleet.gpus
             gpus_of: dict[SelectedKind, list[str]] = {}
             for matches, alike in selector.among(self.fleet):
                 gpus = alike if everywhere else [uuid for uuid in alike if fleet[uuid].node in nodes]
                 for selected in matches.starts_by_kind.items() if gpus else ():
                     gpus_of.setdefault(SelectedKind(*selected), []).extend(gpus)
-            _remember(memory, query, {kind: frozenset(gpus) for kind, gpus in gpus_of.items()}, MAX_SELECTIONS)
-        return memory[query]
+            _remember(cache, query, {kind: frozenset(gpus) for kind, gpus in gpus_of.items()}, MAX_SELECTIONS)
+        return cache[query]
 
     def smallest_first(self, selector: Selector, nodes: Nodes | None = None) -> list[SelectedKind]:
         """The ``kinds`` by the memory of their devices, then by their compute slices; None: on all nodes."""
-        if self._memory.sizes is None:
-            self._memory.sizes = sizes_of(self.fleet)
-        sizes, kinds = self._memory.sizes, self.kinds(selector, frozenset(self.fleet.nodes) if nodes is None else nodes)
+        if self._cache.sizes is None:
+            self._cache.sizes = sizes_of(self.fleet)
+        sizes, kinds = self._cache.sizes, self.kinds(selector, frozenset(self.fleet.nodes) if nodes is None else nodes)
         return sorted(kinds, key=lambda selected: (sizes[selected.kind], sorted(selected.starts or ())))
 
     def has_room(
@@ -274,7 +274,7 @@ class Feasibility:
         return self._rooms[query]
 
     def _free_on(self, node: str) -> Iterator[str]:
-        gpus, free = self._memory.free[node]
+        gpus, free = self._cache.free[node]
         return (gpu.gpu.uuid for gpu in gpus) if free else iter(())
 
     def smallest_kinds(self, requirements: ClaimRequirements, node: str) -> frozenset[OfferKind]:
@@ -292,19 +292,19 @@ class Feasibility:
         GPUs that do not answer are counted, too.
         """
         query = (request.selector, request.count or 1)
-        if query not in self._memory.monitors:
+        if query not in self._cache.monitors:
             among = list(request.selector.monitors_among(self.fleet))
             selected = (gpus for rejection, gpus in among if rejection is None)
             counts = Counter(self.fleet.gpus[uuid].node for gpus in selected for uuid in gpus)
             enough = {node: count for node, count in counts.items() if count >= query[1]}
             if any(rejection is not None and rejection.is_exhausted for rejection, _ in among):
                 return enough  # not remembered: the selector's time was used up, and a later call may find more
-            _remember(self._memory.monitors, query, enough, MAX_SELECTIONS)
-        return self._memory.monitors[query]
+            _remember(self._cache.monitors, query, enough, MAX_SELECTIONS)
+        return self._cache.monitors[query]
 
     def gpus_with(self, kind: OfferKind) -> int:
         """The number of GPUs in the whole fleet that have devices of ``kind``."""
-        having = self._memory.having
+        having = self._cache.having
         if not having:
             alike = Counter((gpu.state.geometry, bool(gpu.shares)) for gpu in self.fleet)
             for (geometry, shared), count in alike.items():
@@ -328,24 +328,24 @@ class Feasibility:
     ) -> list[list[str]]:
         """The GPUs on ``nodes`` with ``selected`` devices, by node and values of ``attributes``.
 
-        GPUs without a value of one of the attributes are left out; for a request for all devices, also the nodes on
-        which the scheduler refuses it.
+        GPUs without a value of one of the attributes are left out; so are, for a request for all devices, the nodes
+        on which the scheduler refuses it.
         """
-        outlives_holders = request.count is not None  # then held devices do not matter
+        ignores_held_devices = request.count is not None
         query = (request.selector, selected, nodes, attributes)
-        memory, most = (self._memory.sets, MAX_SELECTIONS) if outlives_holders else (self._sets, MAX_ANSWERS)
-        if query not in memory:
+        cache, most = (self._cache.sets, MAX_SELECTIONS) if ignores_held_devices else (self._sets, MAX_ANSWERS)
+        if query not in cache:
             sets: dict[Hashable, list[str]] = {}
             gpus = self.kinds(request.selector, nodes).get(selected, frozenset())
             for gpu in self.gpus_on(nodes):
-                if gpu.gpu.uuid not in gpus or (not outlives_holders and self._refuses_all(request, gpu.node)):
+                if gpu.gpu.uuid not in gpus or (not ignores_held_devices and self._refuses_all(request, gpu.node)):
                     continue
                 spot = Spot(selected.kind, _a_start(gpu, selected))
                 values = tuple(self.matching.value(gpu, spot, name) for name in attributes)
                 if None not in values:
                     sets.setdefault((gpu.node, values), []).append(gpu.gpu.uuid)
-            _remember(memory, query, list(sets.values()), most)
-        return memory[query]
+            _remember(cache, query, list(sets.values()), most)
+        return cache[query]
 
     def sufficient_gpu_sets(
         self, request: DeviceRequest, selected: SelectedKind, nodes: Nodes, attributes: tuple[str, ...]
@@ -374,11 +374,11 @@ class Feasibility:
         return any(refuses_request_for_all(gpu, request.selector.on(gpu)) for gpu in self.fleet.nodes[node])
 
 
-def _remember(memory: dict[K, V], query: K, answer: V, most: int = MAX_ANSWERS) -> None:
-    """Add an answer to ``memory``, which is emptied first if it is full."""
-    if len(memory) >= most:
-        memory.clear()
-    memory[query] = answer
+def _remember(cache: dict[K, V], query: K, answer: V, most: int = MAX_ANSWERS) -> None:
+    """Add an answer to ``cache``, which is emptied first if it is full."""
+    if len(cache) >= most:
+        cache.clear()
+    cache[query] = answer
 
 
 def _a_start(gpu: FleetGpu, selected: SelectedKind) -> int:

@@ -48,8 +48,8 @@ from driver.slices.slice_names import Pool
 class PendingClaim:
     """An unallocated claim and its pending pods.
 
-    ``not_created``: there is no such ResourceClaim; the value stands for its one pod. The scheduler creates the claim
-    when it places the pod, or the pod is pending for a reason of its own.
+    ``not_created``: there is no such ResourceClaim; this object stands for its one pod, for which the scheduler will
+    create the claim, or which is pending for a reason of its own.
     """
 
     claim: Claim
@@ -70,7 +70,7 @@ def described(pending: PendingClaim) -> str:
 
 
 class Queue:
-    """The pending claims and their feasibility on the present fleet."""
+    """The pending claims and their feasibility on the present fleet; ``pods`` has the order of the queue."""
 
     def __init__(
         self, cluster: ClusterState, fleet: Fleet, matching: Matching, eligibility: Eligibility | None = None
@@ -99,7 +99,7 @@ class Queue:
         self.gangs = gangs_of(cluster.pods, self._claims_of_pod.keys(), groups) if groups else []
 
     def with_feasibility(self, feasibility: Feasibility) -> Queue:
-        """The same claims by another ``feasibility``."""
+        """The same claims, judged by another ``feasibility``."""
         queue = copy(self)
         queue.feasibility = feasibility
         for cached in ("gangs_without_room", "_gang_room"):
@@ -129,7 +129,7 @@ class Queue:
         return frozenset[str]().union(*map(self.nodes_with_monitors, self.pending))
 
     def nodes_with_monitors(self, pending: PendingClaim) -> Nodes:
-        """The nodes for its pods with enough GPUs for one of its requests with adminAccess."""
+        """Of the nodes where its pods may run, those with enough GPUs for one of its requests with adminAccess."""
         nodes, requests = self.nodes(pending), self.monitoring.get(pending.key, ())
         return frozenset[str]().union(*(self.feasibility.monitors(request).keys() & nodes for request in requests))
 
@@ -199,7 +199,7 @@ class Queue:
     @cached_property
     def asked(self) -> AskedKinds:
         """The kinds that all claims and templates of the cluster ask for, pending or not."""
-        memory = self.feasibility.matching.memory.asked
+        memory = self.feasibility.matching.cache.asked
         return memory.update(self.cluster, self.reader, self.feasibility.smallest_first)
 
     def room(self, gang: Gang) -> Room:

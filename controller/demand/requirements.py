@@ -199,7 +199,7 @@ class RequirementsReader:
             texts = _texts((*self._classes[class_name].spec.selectors, *alternative.selectors))
             may_be_about_us = any(self._selectors.driver in text for text in texts)
             return _refused(name, selector) if may_be_about_us else None
-        if not selector.is_about_us and not any(matches for matches, _ in selector.among(self._fleet)):
+        if not selector.reads_our_attributes and not any(matches for matches, _ in selector.among(self._fleet)):
             return None
         return selector
 

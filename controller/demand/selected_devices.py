@@ -31,7 +31,7 @@ from driver.model.offer import DeviceKind, OfferKind, Spot
 from driver.slices.attributes import STANDARD, attributes, capacity, monitor_attributes
 
 MAX_SELECTORS = 512
-"""Selectors remembered for one namespace; also EquivalenceClasses, by the attributes read."""
+"""Limit on remembered selectors of one namespace, and on EquivalenceClasses, one for each set of attributes read."""
 
 MAX_NAMESPACES = 1024
 """Namespaces remembered; one whose time budget is not full is kept beyond this limit."""
@@ -110,17 +110,17 @@ class Selector:
         classes: EquivalenceClasses,
         time: SelectorTime,
         *,
-        is_about_us: bool,
+        reads_our_attributes: bool,
     ) -> None:
-        """``is_about_us``: it reads attributes of this driver, so it selects no other driver's devices."""
+        """``reads_our_attributes``: it reads attributes of this driver, so it selects no other driver's devices."""
         self._time = time
-        self.is_about_us = is_about_us
+        self.reads_our_attributes = reads_our_attributes
         self.expressions = tuple(program.expression for program in programs)
         self._driver = driver
         self._programs = programs
         self._classes = classes
         self._by_placement = classes.names is None or PLACEMENT_ATTRIBUTE in classes.names
-        self._by_class: dict[int, Matches] = {}
+        self._by_equivalence_class: dict[int, Matches] = {}
         self._by_gpu_class: dict[tuple[int, ...], Matches] = {}
         self._met: tuple[Hardware, Met] | None = None
         self._monitors: dict[int, Rejection | None] = {}
@@ -148,7 +148,7 @@ class Selector:
             return Rejection(self.expressions[-1], EXHAUSTED)
 
     def on(self, gpu: FleetGpu) -> Matches:
-        """The devices that it selects of one GPU, held or not."""
+        """The devices that it selects on one GPU, held or not."""
         gpu_class = self._classes.of(gpu)
         matches = self._by_gpu_class.get(gpu_class)
         if matches is None:
@@ -158,16 +158,16 @@ class Selector:
         return matches
 
     def among(self, fleet: Fleet) -> Iterator[tuple[Matches, tuple[str, ...]]]:
-        """The devices that it selects of each group of equivalent GPUs, or fails for, and the UUIDs of these GPUs."""
+        """The devices that it selects on each group of equivalent GPUs, or fails for, and the UUIDs of these GPUs."""
         for example, gpus in self._classes.groups(fleet):
             matches = self.on(example)
             if matches.starts_by_kind or matches.failures:
                 yield matches, gpus
 
     def _matches_of_class(self, class_number: int, gpu: FleetGpu, kind: DeviceKind) -> Matches:
-        if class_number not in self._by_class:
-            self._by_class[class_number] = self._select(gpu, kind)
-        return self._by_class[class_number]
+        if class_number not in self._by_equivalence_class:
+            self._by_equivalence_class[class_number] = self._select(gpu, kind)
+        return self._by_equivalence_class[class_number]
 
     def _select(self, gpu: FleetGpu, kind: DeviceKind) -> Matches:
         starts_by_kind: dict[OfferKind, frozenset[int] | None] = {}
@@ -249,7 +249,7 @@ class Selectors:
         """
         with self._lock:
             remembered = self.namespaces.pop(namespace, None)
-            if remembered is None or (namespace and remembered.time.retry()):  # classes have no limit of time
+            if remembered is None or (namespace and remembered.time.retry()):  # DeviceClasses have no limit of time
                 budget = BUDGET_SECONDS if namespace else math.inf
                 time = SelectorTime(budget) if remembered is None else remembered.time
                 make = lru_cache(MAX_SELECTORS)(partial(self._selector, time))
@@ -276,7 +276,7 @@ class Selectors:
             programs.append(program)
         classes = self._classes(_names(self.driver, programs))
         read = {domain for program in programs[: len(expressions)] for _, domain, _ in program.reads}
-        return Selector(self.driver, tuple(programs), classes, time, is_about_us=self.driver in read)
+        return Selector(self.driver, tuple(programs), classes, time, reads_our_attributes=self.driver in read)
 
     def value(self, gpu: FleetGpu, spot: Spot, attribute: str) -> Hashable | None:
         """The value that constraints compare: a device's attribute, by its full name; None where it has none."""
@@ -288,10 +288,10 @@ class Selectors:
 
 def cel_device(driver: str, device: Device, names: Names = None) -> CelDevice:
     """``device`` as the scheduler reads it from its slice; with ``names`` only those of its attributes."""
-    said = attributes(device)
+    published = attributes(device)
     if names is not None:
-        said = {name: value for name, value in said.items() if name in names}
-    return from_slice_device(driver, {"name": device.name, "attributes": said, "capacity": capacity(device)})
+        published = {name: value for name, value in published.items() if name in names}
+    return from_slice_device(driver, {"name": device.name, "attributes": published, "capacity": capacity(device)})
 
 
 def _joined(parts: list[Matches]) -> Matches:

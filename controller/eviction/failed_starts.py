@@ -28,7 +28,7 @@ from driver.errors import NOT_FOUND, ApiError
 from driver.kube.client import KubeClient
 from driver.kube.get_and_list import read_claim
 from driver.kube.types import Claim, GpuNodePlan, Key, Pod, Reference
-from driver.model.plan import MOST_UNPREPARED, FailureCause, UnpreparedClaim
+from driver.model.plan import MOST_UNPREPARED, FailedClaim, FailureCause
 from driver.slices.slice_names import Pool
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class FailedStart(NamedTuple):
     """A claim that a node can not prepare."""
 
     node: str
-    unprepared: UnpreparedClaim
+    unprepared: FailedClaim
 
     @property
     def key(self) -> tuple[str, str]:
@@ -61,7 +61,7 @@ class FailedStart(NamedTuple):
         return self.node, self.unprepared.uid
 
 
-def claim_of(reported: UnpreparedClaim) -> Key:
+def claim_of(reported: FailedClaim) -> Key:
     """The claim as the node names it: hostile input."""
     namespace, _, name = reported.claim.partition("/")
     return Key(namespace, name)

@@ -43,7 +43,7 @@ MAX_PODS = 4
 """Pods of one claim that get its reason as an Event of their own."""
 
 MAX_ADOPTED = 10_000
-"""Events of an earlier controller that are taken over: tenants can write Events in its name."""
+"""Limit on Events of an earlier controller that are taken over, because tenants can write Events in its name."""
 
 MAX_UNREADABLE_EVENTS = 100
 """Unreadable objects that get an Event; the metric counts all of them."""
@@ -56,7 +56,7 @@ PASSING = {ReasonCode.RESHAPING, ReasonCode.WAITS}
 """Reasons that pass by themselves within a moment."""
 
 OF_CLAIM = re.compile(r"claim (?P<name>[^ :]+): ")
-"""How the message of an Event of a pod begins that is about one of its claims."""
+"""How the message of a pod's Event begins if it is about one of the pod's claims."""
 
 COMPONENT = "tessera-controller"
 

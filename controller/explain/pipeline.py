@@ -8,8 +8,8 @@ gets the reason of the first of these sources that has one; ``with_scheduler`` a
 2. ``no_free_device``: no free device satisfies the claim, or its gang lacks devices. No offer helps either.
 3. ``waiting_gangs``: the scheduler tries no pod of the gang before the missing ones exist.
 4. ``pending_despite_offers``: matching devices are offered, or should be, and the scheduler does not allocate them.
-5. ``reason_of_disjoint``, ``_without_obstacle``: the devices are not offered for this claim yet, no obstacle is known,
-   or it is unknown whether enough is free.
+5. ``reason_with_disjoint_offers``, ``_without_obstacle``: the devices are not offered for this claim yet, no obstacle
+   is known, or it is unknown whether enough is free.
 
 Each source assumes that those before it have found no reason. Source 2 looks for a permanent reason before a temporary
 one: a claim keeps its permanent reason while other claims come and go.
@@ -39,8 +39,8 @@ SHOWN_AGE = timedelta(seconds=5)
 """Age of a kept reason from which on people are told when it was found."""
 
 REST_FACTOR, MAX_REST_SECONDS = 20.0, 2.0
-"""After a search of t seconds claims keep their reasons, and new ones get none, for ``REST_FACTOR`` * t seconds, at
-most ``MAX_REST_SECONDS``: in a burst of pods, decisions are more urgent than reasons, and most claims need none."""
+"""After a search of t seconds, known claims keep their reasons and new claims get none for ``REST_FACTOR`` * t seconds,
+at most ``MAX_REST_SECONDS``: in a burst of pods, decisions are more urgent than reasons, and most claims need none."""
 
 OVERDUE_SECONDS = 60.0
 """Time that a claim may be pending although a matching device is offered, for ``reasons_in``; the leader has a flag."""
@@ -51,13 +51,13 @@ NOT_EXAMINED = "it is new: the controller examines within seconds why it is pend
 
 
 def reasons_in(situation: Situation, clock: Clock | None = None) -> dict[str, ClaimReason]:
-    """The reason of each pending claim, by its key, for those who look once."""
+    """The reason of each pending claim, by its key, for a caller that asks only once."""
     finder = ReasonFinder(OVERDUE_SECONDS, clock, watching=False)
     return {reason.pending.key: reason for reason in finder.find(situation)}
 
 
 class ReasonFinder:
-    """Finds the reasons in one situation after the other; remembers since when things are so, and what it has found."""
+    """Finds the reasons in one situation after another; remembers them, and when claims and offers were first seen."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class _Sources:
             lacking
             or self.incomplete.get(pending.key)
             or self.despite_offers.reason(pending)
-            or (None if plan is None else reason_of_disjoint(pending, situation.queue, plan))
+            or (None if plan is None else reason_with_disjoint_offers(pending, situation.queue, plan))
         )
         if reason is None and _requests_devices(pending, situation.queue):
             reason = ClaimReason(pending, ReasonCode.WAITS, _without_obstacle(pending, situation))
@@ -179,7 +179,7 @@ def _not_examined(pending: PendingClaim, queue: Queue) -> Iterator[ClaimReason]:
         yield ClaimReason(pending, ReasonCode.WAITS, NOT_EXAMINED, is_examined=False)
 
 
-def reason_of_disjoint(pending: PendingClaim, queue: Queue, plan: DisjointPlan) -> ClaimReason | None:
+def reason_with_disjoint_offers(pending: PendingClaim, queue: Queue, plan: DisjointPlan) -> ClaimReason | None:
     """The reason of a claim whose devices are not offered yet, or are planned for other claims."""
     offers = plan.offers.get(pending.key)
     if offers is not None:
@@ -209,7 +209,7 @@ def _without_obstacle(pending: PendingClaim, situation: Situation) -> str:
     if silent is not None:
         return (
             f"the controller, which decides what is offered, has sent no heartbeat for {silent:.0f} s: nodes decide "
-            f"for themselves what they offer 30 to 90 s after the last one (tessera status); {enough}"
+            f"for themselves what they offer 30 to 90 s after the last heartbeat (tessera status); {enough}"
         )
     if outcome is SearchOutcome.UNKNOWN:
         return "enough may be free, which takes too long to find out; the scheduler has not allocated it yet"
@@ -223,13 +223,13 @@ def _monitors_without_obstacle(pending: PendingClaim, situation: Situation) -> s
     if (silent := situation.controller_silent) is not None:
         return (
             "the controller, which decides whether monitor devices are published, has sent no heartbeat for "
-            f"{silent:.0f} s: nodes publish them 30 to 90 s after the last one (tessera status)"
+            f"{silent:.0f} s: nodes publish them 30 to 90 s after the last heartbeat (tessera status)"
         )
     return "the scheduler has not allocated its monitor devices yet"
 
 
 def _unknown(situation: Situation) -> str:
     """Nothing known serves the claim, but not all GPUs are known."""
-    nodes = situation.unreported.nodes
-    where = f"the GPUs of {listed(nodes)}, which have not been reported" if nodes else "any GPU"
-    return f"no GPU that is known satisfies it, and nothing is known yet of {where}"
+    nodes = listed(situation.unreported.nodes)
+    unreported = f"no known GPU satisfies it, and the GPUs of {nodes} have not been reported yet"
+    return unreported if nodes else "no GPU is known yet"

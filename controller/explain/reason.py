@@ -15,8 +15,8 @@ from driver.kube.types import Key, Metadata
 class ReasonCode(StrEnum):
     """Codes of reasons, in an order that matters.
 
-    Of the reasons of a claim's alternatives a temporary one is reported before a permanent one, and of equals the one
-    whose code comes last here (``Reason.nearness``).
+    Of the reasons of a claim's alternatives a temporary one is reported before a permanent one, and among equally
+    permanent ones the one whose code comes last here (``Reason.nearness``).
     """
 
     NO_SUCH_CLAIM = "NoSuchClaim"
@@ -25,7 +25,7 @@ class ReasonCode(StrEnum):
     NODE_NAME = "NodeNameSet"
     GATED = "SchedulingGated"
     NOT_PLACED = "PodNotPlaced"
-    """The six codes above are of pods that no device helps (``explain.sources.causes_in_pods_and_claims``)."""
+    """The six codes above apply to pods that no device helps (``explain.sources.causes_in_pods_and_claims``)."""
 
     NO_SUCH_CLASS = "NoSuchClass"
     SELECTOR_REFUSED = "SelectorRefused"
@@ -50,8 +50,8 @@ class ReasonCode(StrEnum):
     NOT_PUBLISHED = "NotPublished"
     TAINTED = "DeviceTainted"
     UNUSED = "OfferStandsUnused"
-    """The three codes above are of a claim for which enough is free (``explain.sources.pending_despite_offers``).
-    ``TAINTED`` is also the code of one that no untainted device satisfies."""
+    """The three codes above apply to a claim for which enough is free (``explain.sources.pending_despite_offers``).
+    ``TAINTED`` also applies to one that no untainted device satisfies."""
 
     RESHAPING = "Reshaping"
     """Of a claim for which offers of a GPU are being replaced (``controller.explain.pipeline``)."""

@@ -9,7 +9,7 @@ from controller.cluster.cache import Snapshot
 from controller.eviction.evictor import ADMIN_ACCESS, own_protection
 from controller.eviction.failed_starts import FailedStart, asking_nodes, claim_of, is_widespread, starts_to_move
 from driver.kube.types import Claim, Key, Pod
-from driver.model.plan import FailureCause, PlanStatus, UnpreparedClaim
+from driver.model.plan import FailedClaim, FailureCause, PlanStatus
 from driver.slices.slice_names import Pool
 
 CAUSES: Mapping[FailureCause, str] = {
@@ -23,7 +23,7 @@ class FailedRelease(NamedTuple):
     """A claim whose devices a node can not release, so that its pod stays in Terminating."""
 
     node: str
-    unreleased: UnpreparedClaim
+    unreleased: FailedClaim
 
     def __str__(self) -> str:
         return f"node {self.node} can't release it since {self.unreleased.since}: {self.unreleased.message}"
@@ -46,8 +46,8 @@ def failed_releases(snapshot: Snapshot, driver: str) -> dict[Key, FailedRelease]
 
 
 def _reported(
-    snapshot: Snapshot, driver: str, claims_in: Callable[[PlanStatus], Iterable[UnpreparedClaim]]
-) -> Iterator[tuple[Key, str, UnpreparedClaim]]:
+    snapshot: Snapshot, driver: str, claims_in: Callable[[PlanStatus], Iterable[FailedClaim]]
+) -> Iterator[tuple[Key, str, FailedClaim]]:
     for node, plan in snapshot.plans.items():
         pools = Pool(node, driver).names
         for reported in claims_in(plan.status):

@@ -86,7 +86,7 @@ class WatchCache(Generic[S, T]):
     objects, and each is logged once.
     """
 
-    without: ClassVar[str] = ""
+    message_if_not_installed: ClassVar[str] = ""
     """A warning that is logged once if the API server does not know the resource."""
 
     def __init__(
@@ -224,8 +224,8 @@ class WatchCache(Generic[S, T]):
             self._resume_at = ""
         self._failing_since = self._failing_since or self._clock()
         delay = backoff.next_s()
-        if self.without and unknown:
-            log.log(logging.DEBUG if self._said_without else logging.WARNING, self.without)
+        if self.message_if_not_installed and unknown:
+            log.log(logging.DEBUG if self._said_without else logging.WARNING, self.message_if_not_installed)
         else:
             log.warning("watch failed, trying again", extra={"error": error, "retryIn": f"{delay:.1f}s"})
         self._said_without = unknown

@@ -33,7 +33,7 @@ MODE_SPREAD_SECONDS = 60.0
 
 
 class PublishHeld(StrEnum):
-    """Whether a node of which nothing is offered publishes its held devices; with disjoint offers: each of its GPUs."""
+    """Whether a node (if disjoint: a GPU) that offers nothing publishes held devices; ``HeldPublication`` decides."""
 
     ALWAYS = "Always"
     BESIDE_OFFERS = "BesideOffers"
@@ -54,7 +54,7 @@ COUNTERS_FIELD = "consumesCounters"
 """The field of a device without which offers must be disjoint, as ``PlanStatus.dropped`` names it."""
 
 TAINTS_FIELD = "taints"
-"""The field of a device without which the node leaves out the free devices of a GPU that can't be used."""
+"""If the API server drops this field of devices, the node leaves out the free devices of a GPU that can't be used."""
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -90,7 +90,7 @@ class ClearedFaults(msgspec.Struct, frozen=True):
 class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
     """The controller's plan for a node, and the operators' cordons.
 
-    ``epoch`` is the one of the node's status that the controller answers; the node follows no other. ``held`` and
+    ``epoch`` is the one in the node's status for which the plan was made; the node follows no other. ``held`` and
     ``offers`` are Held and Offer as they are written: one string each costs the API server a third of what objects
     do. ``listed`` are Offers, too: devices to publish whether they are offered or not, next to held devices, too.
     ``withdrawn`` are names of devices that were offered, are fenced, and that no claim holds: the only ones the
@@ -131,8 +131,8 @@ class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
         return self.publish_held is PublishHeld.BESIDE_OFFERS
 
     @property
-    def decided(self) -> PlanSpec:
-        """The fields that the controller writes."""
+    def controller_fields(self) -> PlanSpec:
+        """The spec without the ``OPERATOR_FIELDS``: what the controller writes."""
         return msgspec.structs.replace(self, cordoned=(), cleared=())
 
     @property
@@ -146,7 +146,7 @@ class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
         return parsed_offers(self.listed)
 
 
-OPERATORS = ("cordoned", "cleared")
+OPERATOR_FIELDS = ("cordoned", "cleared")
 """The fields of a spec that the controller never writes."""
 
 
@@ -170,7 +170,7 @@ CURATED, COMPLETE = PUBLISH_VALUES = ("curated", "complete")
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Numbers for people; devices, but for ``gpus``."""
+    """Counts for display: GPUs, held devices and offered devices."""
 
     gpus: int = 0
     held: int = 0
@@ -197,7 +197,7 @@ MOST_UNPREPARED = 32
 """Most claims that a node reports as not prepared."""
 
 
-class UnpreparedClaim(msgspec.Struct, frozen=True, rename="camel"):
+class FailedClaim(msgspec.Struct, frozen=True, rename="camel"):
     """A claim with a device of the node that the node could not prepare, or not release, at the last attempt.
 
     ``claim`` is ``namespace/name``; ``since`` the first failure, by the node's clock; ``message`` the last answer.
@@ -234,17 +234,17 @@ class NodeCondition(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
-    """``epoch`` changes whenever the node has stood alone: what it offers then is no plan's doing.
+    """``epoch`` changes when the node becomes standalone or complete: no plan asked for what it offers then.
 
-    ``gpus`` has a line for each GPU, for people; ``inventory`` every fact of theirs, for the controller
-    (``driver.model.plan``). ``offer_mode`` is the mode in which the node publishes; after a change of the plan's, the
-    old one as long as offers of one of its GPUs overlap. ``dropped`` are the fields of a device that the API server
-    does not keep, such as ``consumesCounters``. ``left_out`` are names of free devices that overlap and that would lose
-    their counters if they were published again; a claim may just have been allocated one, so the plan has to withdraw
-    them like published ones. ``refused`` are offers that are not published, and why. ``faults`` are those that an
-    operator can clear, each as ClearedFaults writes it, and what it is. ``unprepared`` are the claims whose pods wait
-    for their devices to be prepared, ``unreleased`` those whose pods have ended and whose devices can't be released.
-    ``conditions`` are what is wrong with the node as a whole.
+    ``gpus`` has a line for each GPU, for people; ``inventory`` every fact of theirs, for the controller. ``offer_mode``
+    is the mode in which the node publishes: after the plan changes its mode, the old one as long as offers of one of
+    the node's GPUs overlap. ``dropped`` are the fields of a device that the API server does not keep, such as
+    ``consumesCounters``. ``left_out`` are names of free devices that overlap and that would lose their counters if they
+    were published again; a claim may just have been allocated one, so the plan has to withdraw them like published
+    ones. ``refused`` are offers that are not published, and why. ``faults`` are those that an operator can clear, each
+    as ClearedFaults writes it, and what it is. ``unprepared`` are the claims whose pods wait for their devices to be
+    prepared, ``unreleased`` those whose pods have ended and whose devices can't be released. ``conditions`` are what is
+    wrong with the node as a whole.
     """
 
     observed_generation: int = 0
@@ -258,8 +258,8 @@ class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
     offer_mode: OfferMode = OfferMode.COUNTERS
     dropped: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
-    unprepared: tuple[UnpreparedClaim, ...] = ()
-    unreleased: tuple[UnpreparedClaim, ...] = ()
+    unprepared: tuple[FailedClaim, ...] = ()
+    unreleased: tuple[FailedClaim, ...] = ()
     conditions: tuple[NodeCondition, ...] = ()
 
 
@@ -305,7 +305,7 @@ class GpuReport:
 
 
 class ReportedInventory(msgspec.Struct, frozen=True):
-    """The GPUs of a node without profiles, each with its index in ``geometries``: most GPUs have the same profiles."""
+    """A node's GPUs without their profiles, each with its index in ``geometries``: most GPUs have the same profiles."""
 
     gpus: tuple[tuple[GpuReport, int], ...] = ()
     geometries: tuple[tuple[Profile, ...], ...] = ()
@@ -323,7 +323,7 @@ def encode_inventory(states: Iterable[GpuReport]) -> str:
     return msgspec.json.encode(ReportedInventory(tuple(zip(plain, places, strict=True)), geometries)).decode()
 
 
-def states_of(inventory: str) -> list[GpuReport]:
+def decode_inventory(inventory: str) -> list[GpuReport]:
     """Decode the inventory; empty if the node has not reported yet. Raises StateError if it is invalid."""
     if not inventory:
         return []

@@ -10,7 +10,7 @@ import msgspec
 
 from driver.errors import StateError
 from driver.model.gpu import Gpu
-from driver.model.plan import GpuReport, encode_inventory, states_of
+from driver.model.plan import GpuReport, decode_inventory, encode_inventory
 from kubelet_plugin.checkpoint.files import write_atomically
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class KnownGpus:
         self._same_boot, self._known = True, list[Gpu]()
         try:
             content = msgspec.json.decode(self._path.read_bytes(), type=KnownGpusContent)
-            self._known = [report.gpu for report in states_of(content.inventory)]
+            self._known = [report.gpu for report in decode_inventory(content.inventory)]
             self._same_boot = content.boot == boot
         except FileNotFoundError:
             pass

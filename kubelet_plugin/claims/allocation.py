@@ -132,11 +132,11 @@ def _parameters(
     """The effective parameters of each request and device: the last entry of ``config`` that fits, class before claim.
 
     Nothing is merged. An entry of the claim itself that names a request in full must fit all devices of it; any other
-    must fit one of the devices that it covers, unless the claim has a device of an alternative.
+    must fit one of the devices that it covers, unless a device was allocated through ``firstAvailable``.
     """
     effective: dict[tuple[str, str], AnyParameters] = {}
     for entry in sorted(config, key=lambda entry: entry.source != FROM_CLASS):
-        # Some parameters mean different types for different kinds of device, so parse them once a kind.
+        # Some parameters mean different types for different kinds of device, so parse them once per kind.
         parsed: dict[DeviceKind, AnyParameters] = {}
         # No requests means all; a base name covers its subrequests (``base/sub``) of any kind.
         named = set(entry.requests)

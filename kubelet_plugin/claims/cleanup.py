@@ -42,7 +42,7 @@ class ClaimCleanup:
         if not record.needs_release:
             record = msgspec.structs.replace(record, releasing=True)
             with self._step(NodeStep.MARK_RELEASING, claim=record):
-                # A power cut may lose the mark: then it has removed the partitions, too.
+                # A power cut may lose the mark, but it also removes the partitions.
                 self._put(record, durable=False)
         self.undo(record)
 
@@ -81,7 +81,7 @@ class ClaimCleanup:
                 stores.hold_unrecorded(uid)
 
     def write_release_record(self, reference: ClaimReference) -> bool:
-        """Write a record that needs release, of the devices in the CDI spec of an unrecorded claim.
+        """Write a record, marked for release, of the devices in the CDI spec of an unrecorded claim.
 
         Returns whether the claim now has a record.
 
@@ -100,7 +100,7 @@ class ClaimCleanup:
         return record is not None
 
     def record_of_spec(self, reference: ClaimReference) -> ClaimRecord | None:
-        """A record that needs release, of the devices in the CDI spec of an unrecorded claim; None without a spec."""
+        """A record, marked for release, of the devices in the CDI spec of an unrecorded claim; None without a spec."""
         stores = self._stores
         if not stores.cdi.has(reference.uid):
             return None
@@ -120,8 +120,8 @@ class ClaimCleanup:
     def _entry(self, reference: ClaimReference, name: str, uuid: str) -> DeviceRecord | None:
         """The record of one device to release; None if there is nothing to release.
 
-        So it is if the device is unknown and no partition, if what another claim holds overlaps it, or if its partition
-        is gone, was replaced, or may be one that Tessera did not create.
+        That is the case if the device is unknown and is not a partition, if what another claim holds overlaps it, or if
+        its partition is gone, was replaced, or may be one that Tessera did not create.
         """
         stores = self._stores
         device = stores.inventory.device(name)
@@ -144,7 +144,7 @@ class ClaimCleanup:
             return None
         return entry.with_partition(partition)
 
-    def busy(self, record: ClaimRecord) -> str:
+    def reason_not_to_release(self, record: ClaimRecord) -> str:
         """Why ``record`` must not be released; ``""`` if it may.
 
         Only full GPUs are checked: NVML itself refuses to destroy a partition in use. No process outlives a reboot.

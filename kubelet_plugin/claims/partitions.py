@@ -144,7 +144,7 @@ class Partitions:
             with self._step(NodeStep.DESTROY_GPU_INSTANCE, gpu=gpu.uuid, device=record.device):
                 self.host.destroy_gpu_instance(gpu, partition)
         except HardwareError as error:
-            raise self._with_search(gpu, partition, error) from error
+            raise self._with_lsof_hint(gpu, partition, error) from error
         log.info("removed partition", extra={"gpu": gpu.uuid, "device": record.device, "uuid": partition.uuid})
 
     def _partition_of(self, gpu: Gpu, record: DeviceRecord) -> Partition | None:
@@ -179,7 +179,7 @@ class Partitions:
                 with self._step(NodeStep.SET_MIG_MODE, gpu=gpu.uuid, mode="on" if enabled else "off"):
                     self.host.set_mig_mode(gpu, enabled=enabled)
             except HardwareError as error:
-                explained = self._with_search(gpu, None, error)
+                explained = self._with_lsof_hint(gpu, None, error)
                 self._outcomes.change_failed(gpu, GpuChange.SWITCH, explained)
                 raise explained from error
             self._outcomes.change_succeeded(gpu, GpuChange.SWITCH)
@@ -187,7 +187,7 @@ class Partitions:
         if gpu.mig_mode.in_force != enabled:
             self._inventory.set_mig_mode(gpu, MigMode.ENABLED if enabled else MigMode.DISABLED)
 
-    def _with_search(self, gpu: Gpu, partition: Partition | None, error: HardwareError) -> HardwareError:
+    def _with_lsof_hint(self, gpu: Gpu, partition: Partition | None, error: HardwareError) -> HardwareError:
         """``error``, with the command that finds the process if one is in the way."""
         if error.code != NVML_ERROR_IN_USE:
             return error
@@ -216,7 +216,7 @@ class Partitions:
         if partition.placement != placement:
             self.host.destroy_gpu_instance(gpu, partition)
             wrong = HardwareError(
-                f"{device}: NVML cut memory slices {partition.placement} instead of {placement}; it was removed again"
+                f"{device}: NVML cut memory slices {partition.placement}, not {placement}; the partition was removed"
             )
             self._outcomes.change_failed(gpu, GpuChange.CUT, wrong)
             raise wrong
@@ -238,10 +238,10 @@ class Partitions:
         return complete
 
     def _explained(self, device: Device, error: HardwareError) -> HardwareError:
-        """The error to report: it names a partition that overlaps ``device``, as NVML's own error does not.
+        """The error to report: it names a partition that overlaps ``device``, which NVML's own error does not do.
 
         Without such a partition the cut counts as a failure of the hardware, unless resources are insufficient while
-        the GPU has other partitions: they may use up what only some can have (a profile with media extensions).
+        the GPU has other partitions: they may use up a resource that only some can have, such as media extensions.
         """
         try:
             partitions = self.host.partitions(device.gpu)

@@ -35,7 +35,7 @@ from kubelet_plugin.step_names import NodeStep, StepRunner
 log = logging.getLogger(__name__)
 
 ENTRIES_OF_MONITOR = 4
-"""The space for a monitor device in the CDI spec, in entries of other devices."""
+"""Space reserved for a monitor device in the CDI spec, counted in entries of other devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,16 +124,16 @@ class Preparer:
         ]
 
     def unprepare(self, reference: ClaimReference) -> None:
-        """Release the claim's devices. Idempotent: an unknown claim is done.
+        """Release the claim's devices. Idempotent: an unknown claim counts as released.
 
-        From the first call on the claim needs to be released: what can't be removed now, ClaimReconciler removes later.
+        From the first call on, the claim needs release: what can't be removed now, ClaimReconciler removes later.
         """
         stores = self._stores
         if stores.checkpoint.is_unrecorded(reference.uid):
             if not stores.cdi.has(reference.uid):
                 raise StateError(
                     f"claim {reference}: its checkpoint record is unreadable or missing, and so is its CDI spec; it is "
-                    "released once its record was rebuilt, or the API server has reported that the claim is gone; "
+                    "released once its record has been rebuilt, or the API server has reported that the claim is gone; "
                     "if its GPU is gone for good, force-delete the pod"
                 )
             self.cleanup.write_release_record(reference)
@@ -209,7 +209,7 @@ class Preparer:
             item.device.name for item in allocated.devices
         }:
             extra = {"claim": str(record), "devices": ",".join(sorted(record.names))}
-            log.warning("claim was allocated anew while it was prepared: releasing the earlier devices", extra=extra)
+            log.warning("a prepared claim was allocated anew: releasing the earlier devices", extra=extra)
             self.cleanup.release(record)
             record = None
         if record is not None and record.monitors != allocated.monitors:

@@ -13,7 +13,7 @@ import pynvml
 
 from driver.clock import written_time
 from driver.errors import HardwareError, StateError, TesseraError
-from driver.model.plan import MOST_UNPREPARED, FailureCause, UnpreparedClaim
+from driver.model.plan import MOST_UNPREPARED, FailedClaim, FailureCause
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import LockTimeoutError
 from kubelet_plugin.inventory.inventory import ClaimReference
@@ -35,7 +35,7 @@ FORGOTTEN_AFTER_SECONDS = 300.0
 class Failure(NamedTuple):
     """What is reported of a claim, and the times of its first and last failed attempt."""
 
-    claim: UnpreparedClaim
+    claim: FailedClaim
     first_at: float
     last_at: float
 
@@ -70,7 +70,7 @@ class FailedPreparations:
         if any(failure is not None and failure.is_reported(verb) for verb, failure in ended.items()):
             self._changes.report(NodeChange.UNPREPARED)
 
-    def reported(self, verb: str = PREPARE) -> tuple[UnpreparedClaim, ...]:
+    def reported(self, verb: str = PREPARE) -> tuple[FailedClaim, ...]:
         """The claims for which ``verb`` fails: first those not at fault themselves, then the oldest failure."""
         with self._lock:
             recent = self._since_start() - FORGOTTEN_AFTER_SECONDS
@@ -84,7 +84,7 @@ class FailedPreparations:
         with self._lock:
             before = self._failed.get((verb, claim.uid))
             if before is None:
-                failed = UnpreparedClaim(str(claim), claim.uid, written_time(int(self._clock())), cause, message)
+                failed = FailedClaim(str(claim), claim.uid, written_time(int(self._clock())), cause, message)
             else:
                 failed = msgspec.structs.replace(before.claim, cause=cause, message=message)
             failure = Failure(failed, now if before is None else before.first_at, now)

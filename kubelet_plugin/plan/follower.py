@@ -8,8 +8,8 @@ If the plan allows it, the GPUs of a node that offers nothing leave the slices a
 memory of this module and come back together, those of one GPU in one update of their slice: see ``PublishPolicy``. So
 the file ``plan.json`` is as important as the slices then, and is written durably before a GPU leaves them.
 
-Where the API server does not keep shared counters, offers are disjoint whatever the plan says (``OfferMode``). A GPU of
-which published devices overlap, because the API server was downgraded, keeps its counters as long as its slice has any.
+Where the API server does not keep shared counters, offers are disjoint whatever the plan says (``OfferMode``). A GPU
+whose published devices overlap, because the API server was downgraded, keeps its counters as long as its slice has any.
 If they would be lost, its devices are left out of the slices, and the plan's status names them until the plan has
 withdrawn what overlaps.
 """
@@ -87,7 +87,7 @@ class PlanFollower:
         with self._lock:
             mode_changed = self.mode_choice.choose()
             last = self.publication
-            # At first the slices are not enough: a kubelet that starts, or long missed the plugin, deletes them.
+            # The slices are not enough at first: a kubelet that just started, or long missed the plugin, deletes them.
             before = last.names if self._has_published else {*slices.device_names(), *self.memory.now.published}
             mode_changed |= self.mode_choice.end_wait_if_due(has_devices=bool(before))
             policy = (

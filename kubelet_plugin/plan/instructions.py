@@ -25,7 +25,7 @@ NO_CRD = (
 
 
 class _PlanCache(WatchCache[GpuNodePlan, GpuNodePlan]):
-    without = NO_CRD
+    message_if_not_installed = NO_CRD
 
 
 class Instructions(Protocol):

@@ -100,8 +100,8 @@ class PlanReport:
     def _is_held_unplanned(self, device: Device, plan: GpuNodePlan) -> bool:
         """Whether a claim still has ``device`` although ``plan`` does not list it as held.
 
-        Then it is published as held. So it is after a pod and its claim were deleted by force while the kubelet was
-        down.
+        Then it is published as held. This happens after a pod and its claim were deleted by force while the kubelet
+        was down.
         """
         held = {held.name for held in self.follower.inventory.held_on(device.gpu)}
         return device.name in held - plan.spec.held_devices

@@ -127,10 +127,10 @@ class Orphans:
             return
         reference, devices = record.reference, ", ".join(sorted(record.names))
         where = f"claim {record} ({record.uid})"
-        busy = self._cleanup.busy(record)
-        if busy:
-            log.warning("an orphan is still in use", extra={"claim": str(record), "why": busy})
-            message = f"{where} is gone, and {devices} can't be released: {busy}"
+        reason = self._cleanup.reason_not_to_release(record)
+        if reason:
+            log.warning("an orphan is still in use", extra={"claim": str(record), "why": reason})
+            message = f"{where} is gone, and {devices} can't be released: {reason}"
             self._events.node(EventReason.ORPHAN_IN_USE, message, about=record.uid)
             return
         try:
@@ -215,9 +215,9 @@ class Orphans:
     def _abandon(self, reference: ClaimReference) -> None:
         record = self._cleanup.record_of_spec(reference)
         where = f"claim {reference.uid}, whose checkpoint record is unreadable or missing,"
-        busy = "" if record is None else self._cleanup.busy(record)
-        if busy:
-            message = f"{where} is gone, and can't be released: {busy}"
+        reason = "" if record is None else self._cleanup.reason_not_to_release(record)
+        if reason:
+            message = f"{where} is gone, and can't be released: {reason}"
             self._events.node(EventReason.ORPHAN_IN_USE, message, about=reference.uid)
             return
         kind = "record" if reference.uid in self._stores.checkpoint.aside else "cdi-spec"

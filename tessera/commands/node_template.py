@@ -14,7 +14,7 @@ from driver.errors import EnvironmentFault, FatalError, UsageError
 from driver.kube.client import KubeClient, Object
 from driver.kube.types import GpuNodePlan, Metadata, Node, NodeStatus, Taint
 from driver.model.gpu_settings import GpuSelection
-from driver.model.plan import COMPLETE, COUNTERS_FIELD, KIND, PATH, PUBLISH, GpuReport, states_of
+from driver.model.plan import COMPLETE, COUNTERS_FIELD, KIND, PATH, PUBLISH, GpuReport, decode_inventory
 from driver.slices.build import SliceBuilder, slice_object
 from driver.slices.slice_names import Pool
 from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
@@ -134,7 +134,7 @@ def _of_node(client: KubeClient, name: str) -> tuple[Node, list[GpuReport]]:
         description, status = msgspec.convert(node, Node), msgspec.convert(plan, GpuNodePlan).status
     except msgspec.MsgspecError as error:
         raise FatalError(f"--like {name}: its Node or {KIND} can't be read: {error}") from error
-    reports = states_of(status.inventory)
+    reports = decode_inventory(status.inventory)
     if not reports:
         raise FatalError(f"--like {name}: its {KIND} lists no GPU (status.inventory): its node plugin has not started")
     if COUNTERS_FIELD in status.dropped:

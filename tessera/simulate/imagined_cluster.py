@@ -166,7 +166,7 @@ class ImaginedCluster:
         """What a class selects; None if that may be devices of other drivers."""
         reader = RequirementsReader(self._matching, self._content.classes.values(), self.fleet)
         selected = reader.selector_of(ExactDeviceRequest(device_class), "")
-        return selected if selected is not None and selected.is_about_us else None
+        return selected if selected is not None and selected.reads_our_attributes else None
 
     def likeness(self, node: str, selector: Selector) -> Hashable:
         """Equal for nodes on which claims for one device of ``selector`` get the same devices until none fits."""

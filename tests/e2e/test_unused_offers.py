@@ -61,7 +61,7 @@ def unused(cluster: Cluster, name: str) -> str:
 def test_a_pod_that_no_scheduler_looks_at_is_named_with_the_scheduler_it_asks_for(cluster: Cluster) -> None:
     ask(cluster, "forgotten", schedulerName="nobody")
     message = unused(cluster, "forgotten")
-    assert "of node n1 would do and is offered since" in message
+    assert "of node n1 would do and has been offered since" in message
     assert "no scheduler has reported on pod forgotten; does a scheduler named nobody run?" in message
 
 

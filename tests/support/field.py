@@ -12,7 +12,7 @@ from controller.cluster.claim_index import PoolDevice
 from driver.errors import ApiError
 from driver.kube.lease import leases
 from driver.model.offer import Offer
-from driver.model.plan import PlanSpec, states_of
+from driver.model.plan import PlanSpec, decode_inventory
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.allocations import Allocations, devices_by_name
@@ -87,7 +87,7 @@ class Field:
         for plan in self.cluster.api.get(PLANS)["items"]:
             pool = f"{plan['metadata']['name']}-{DRIVER}"
             inventory = plan.get("status", {}).get("inventory", "")
-            numbers = {state.gpu.uuid: state.number for state in states_of(inventory)} if inventory else {}
+            numbers = {state.gpu.uuid: state.number for state in decode_inventory(inventory)} if inventory else {}
             for offer in PlanSpec(offers=tuple(plan.get("spec", {}).get("offers", ()))).offered:
                 if offer.gpu in numbers:
                     found.add(PoolDevice(pool, _name(numbers[offer.gpu], offer)))

@@ -20,7 +20,7 @@ from controller.settings import ControllerSettings
 from driver.kube.client import Object
 from driver.kube.types import Key
 from driver.model.device import Device, devices_of
-from driver.model.plan import PATH, states_of
+from driver.model.plan import PATH, decode_inventory
 from tests.bench.fleet.recorded import RecordedNode, claim_object, kind_of, record, slices_of
 from tests.bench.fleet.replaying import Recorded
 from tests.harness.waiting import wait_for
@@ -91,7 +91,7 @@ class SettledCluster(Recorded):
         """The nodes publish what the plans offer that were written."""
         for name in self._written:
             spec = self._plans[name]["spec"]
-            gpus = tuple(state.gpu for state in states_of(self._plans[name]["status"]["inventory"]))
+            gpus = tuple(state.gpu for state in decode_inventory(self._plans[name]["status"]["inventory"]))
             devices = {device.name: device for gpu in gpus for device in devices_of(gpu, gpu.minor)}
             held: dict[str, tuple[Device, ...]] = {}
             for text in spec.get("held", ()):

@@ -168,7 +168,7 @@ class MonitorDevices:
             what = f"request {name}: the monitor devices that it selects are only"
             if reachable := monitors.keys() & nodes:
                 most = max(monitors[node].count for node in reachable)
-                what = f"{asks}; no node where its pod can run has more than {most}, it would fit only"
+                what = f"{asks}; no node where its pod can run has more than {most}; it would fit only"
             return only_elsewhere(what, sorted(enough), excluded_from(pending), nodes)
         node = max(sorted(enough & nodes), key=lambda node: len(monitors[node].usable))
         return _obstructed(request, node, monitors[node])

@@ -107,7 +107,7 @@ class KnownReasons:
         self.holders: dict[tuple[tuple[DeviceRequest, ...], NodeCondition], tuple[str, ...]] = {}
         """By requests: the claims with devices of the GPUs that could serve them."""
         self.tainted: dict[Hashable, tuple[Feasibility, KnownReasons]] = {}
-        """By DeviceTaintRules and selectors: the GPUs as a claim sees that does not tolerate the rules."""
+        """By DeviceTaintRules and selectors: the GPUs as seen by a claim that does not tolerate the rules."""
         self._fleet: Fleet | None = None
         self._eligibility: Eligibility | None = None
 
@@ -154,7 +154,7 @@ class Reasoning:
         return self._of_gang[gang] or reason
 
     def for_claim(self, pending: PendingClaim) -> Reasoning:
-        """The reasoning about the devices without taints that ``pending`` does not tolerate."""
+        """The reasoning about the devices, except those with taints that ``pending`` does not tolerate."""
         queue, tainting = self.queue, self.queue.cluster.taint_rules
         requests = queue.requests(pending) if tainting else []
         rules = untolerated(tainting, requests) if requests else ()
@@ -184,8 +184,8 @@ class Reasoning:
         if self._monitors and (reason := self._monitors.reason(pending, self.excluded)) is not None:
             return reason
         if not alternatives or queue.find_node(pending).outcome is not SearchOutcome.NO_ROOM:
-            apart = self._monitors and all(self._monitors.has_everything(pod) is False for pod in pending.pods)
-            return self._pod_reason(pending) if apart else None
+            no_node_fits = self._monitors and all(self._monitors.has_everything(pod) is False for pod in pending.pods)
+            return self._pod_reason(pending) if no_node_fits else None
         alone = self._reason_alone(pending)
         if alone is None or (
             not alone.permanent and len(queue.companions(pending)) > 1 and self._pod_is_impossible(pending)
@@ -273,9 +273,9 @@ class Reasoning:
                 return replace(alone, sentence=f"its pod also has the {described(claim)}: {alone.sentence}")
         at = self._feasibility.unheld if impossible else self._feasibility
         others = listed([described(claim) + self._where(claim, at) for claim in claims], 8) or "its monitor devices"
-        when = "even if nothing were held" if impossible else "at present"
+        no_node = "even if nothing were held, no single node could" if impossible else "at present no single node can"
         possible = f"it could be met{self._where(pending, at)}"
-        sentence = f"{possible}, but {when} not on one node with what its pod requests besides: {others}"
+        sentence = f"{possible}, but {no_node} also provide what else its pod requests: {others}"
         return Reason(ReasonCode.NOT_TOGETHER, sentence, impossible)
 
     def _where(self, pending: PendingClaim, feasibility: Feasibility) -> str:
@@ -320,7 +320,7 @@ class Reasoning:
             if request.count is not None and not ideal.may_fit(ClaimRequirements((request,)), nodes):
                 most = ideal.most_on_one_node(request, nodes)
                 asks = f"request {request.name} asks for {request.count} devices of one node"
-                return f"{asks}; no node where its pod can run has more than {most}, it would fit only"
+                return f"{asks}; no node where its pod can run has more than {most}; it would fit only"
         return "it would fit only"
 
     def _not_together_reason(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason:

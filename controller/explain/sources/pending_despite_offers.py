@@ -220,16 +220,16 @@ class ClaimsDespiteOffers:
         offered = "offered" if self._situation.is_fence_known else "published"
         sentence = (
             f"{cause.sentence}; {listed(names)} of node {devices[0].gpu.node} would do and "
-            f"{'are' if len(names) > 1 else 'is'} {offered}{self._sightings.offered_since(devices).text}"
+            f"{'have' if len(names) > 1 else 'has'} been {offered}{self._sightings.offered_since(devices).text}"
         )
         return ClaimReason(pending, cause.code, sentence, cause.permanent)
 
     def _cause(
         self, pending: PendingClaim, pod: Pod, served: ClaimRequirements, devices: Sequence[OfferedDevice]
     ) -> Reason | None:
-        """The known cause why ``pod`` is not scheduled although ``devices`` are offered, which satisfy ``served``.
+        """The known reason why ``pod`` is not scheduled although ``devices`` are offered, which satisfy ``served``.
 
-        Before it is overdue, only causes that do not pass by themselves within a moment.
+        Before it is overdue, only reasons that do not pass by themselves within a moment.
         """
         queue, silent = self._queue, self._situation.silent
         node, condition = devices[0].gpu.node, report_of(pod)

@@ -1,4 +1,4 @@
-"""``tessera drain``: cordon a GPU, and move the pods that use it, by the rules of the controller's evictor."""
+"""``tessera drain``: cordon a GPU and evict its pods (``gpu_drain``), by the rules of ``controller.eviction``."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from controller.cluster.cache import Snapshot
 from controller.cluster.node_views import NodeChanges
 from controller.metrics import ControllerMetrics
 from driver.kube.types import Claim, ClaimStatus, GpuNodePlan, PlanMetadata
-from driver.model.plan import FailureCause, PlanStatus, UnpreparedClaim
+from driver.model.plan import FailedClaim, FailureCause, PlanStatus
 from tests.support.gpus import H100
 from tests.support.queues import DRIVER, Situation, fleet_gpu, profile, request, selected_by
 
@@ -53,7 +53,7 @@ def test_claims_that_nodes_can_not_prepare_are_counted_by_cause() -> None:
     registry = CollectorRegistry()
     metrics, queue = measured(registry), Situation([fleet_gpu("n", 0)]).queue
     causes = (FailureCause.GPU, FailureCause.GPU, FailureCause.NODE)
-    failed = tuple(UnpreparedClaim("team/c", str(n), "2026-01-01T12:00:00Z", cause) for n, cause in enumerate(causes))
+    failed = tuple(FailedClaim("team/c", str(n), "2026-01-01T12:00:00Z", cause) for n, cause in enumerate(causes))
     plan = GpuNodePlan(PlanMetadata("n"), status=PlanStatus(unprepared=failed))
     metrics.decision_made(queue, queue.feasibility.fleet, (), {}, reported({"n": plan}))
     counts = [registry.get_sample_value("tessera_unprepared_claims", {"cause": cause}) for cause in FailureCause]

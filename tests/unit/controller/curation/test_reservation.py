@@ -8,7 +8,7 @@ import pytest
 
 from controller.curation.disjoint_planner import DisjointPlanner
 from controller.curation.reservation import WAIT_SECONDS, Reservations
-from controller.explain.pipeline import reason_of_disjoint
+from controller.explain.pipeline import reason_with_disjoint_offers
 from controller.explain.situation import DisjointPlan
 from driver.placement.ranking import Ranking
 from tests.support.queues import FULL, Situation, fleet_gpu, profile, request
@@ -35,7 +35,7 @@ class TestReservation:
         reserved = self.reservations.update(queue)
         found = DisjointPlanner(Ranking()).curate(queue, [], {}, reserved)
         plan = DisjointPlan(found.by_claim or {}, (), 1)
-        reasons = (reason_of_disjoint(pending, queue, plan) for pending in queue.pending)
+        reasons = (reason_with_disjoint_offers(pending, queue, plan) for pending in queue.pending)
         self.reasons = {reason.pending.key: reason.sentence for reason in reasons if reason is not None}
         self.offered = {offer.gpu for offer in found.offers}
         return {key.removeprefix("default/"): gpus_of(offers) for key, offers in (found.by_claim or {}).items()}

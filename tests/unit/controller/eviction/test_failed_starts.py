@@ -23,7 +23,7 @@ from controller.eviction.recent_evictions import ANNOTATION, RECORD_SECONDS, Rec
 from driver.kube.client import KubeClient
 from driver.kube.events import Recorder
 from driver.kube.types import Claim, GpuNodePlan, Metadata, PlanMetadata, Pod
-from driver.model.plan import FailureCause, PlanSpec, PlanStatus, UnpreparedClaim
+from driver.model.plan import FailedClaim, FailureCause, PlanSpec, PlanStatus
 from driver.slices.slice_names import Pool
 from tests.support.api_server import Exchange
 from tests.support.clock import FakeClock
@@ -58,7 +58,7 @@ class Site:
     clock: FakeClock
     recorder: Recorder
     nodes: int = 1
-    reports: dict[str, list[UnpreparedClaim]] = field(default_factory=dict)
+    reports: dict[str, list[FailedClaim]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.begin_term(self.api.server.client())
@@ -74,7 +74,7 @@ class Site:
         for pod in pods or (name,):
             self.pod(pod, name, node=node)
         uid = self.api.folder(CLAIMS)[name]["metadata"]["uid"]
-        report = UnpreparedClaim(f"team/{name}", uid, "2026-11-26T00:00:00Z", cause, "NVML says UNKNOWN (999)")
+        report = FailedClaim(f"team/{name}", uid, "2026-11-26T00:00:00Z", cause, "NVML says UNKNOWN (999)")
         self.reports.setdefault(node, []).append(report)
 
     def claim(self, name: str, *pods: str, node: str = "node-a", **more: Any) -> None:
@@ -464,7 +464,7 @@ def test_without_the_right_to_look_nobody_is_evicted(site: Site, caplog: pytest.
 
 
 def test_a_report_can_not_lead_elsewhere(site: Site) -> None:
-    report = UnpreparedClaim("../../nodes/x", "uid", "2026-11-26T00:00:00Z", FailureCause.GPU)
+    report = FailedClaim("../../nodes/x", "uid", "2026-11-26T00:00:00Z", FailureCause.GPU)
     site.reports["node-a"] = [report]
     site.decide()
     site.decide(AFTER_SECONDS)
@@ -545,7 +545,7 @@ def test_another_cause_for_a_moment_ends_no_wait(site: Site) -> None:
 def test_a_node_that_reports_very_much_slows_no_decision_and_keeps_no_other_node_waiting(site: Site) -> None:
     site.nodes = 30
     site.reports["node-a"] = [
-        UnpreparedClaim(f"team/fake-{number}", f"uid-{number}", "2026-11-26T00:00:00Z", FailureCause.GPU)
+        FailedClaim(f"team/fake-{number}", f"uid-{number}", "2026-11-26T00:00:00Z", FailureCause.GPU)
         for number in range(20_000)
     ]
     site.start("serve", node="node-b")

@@ -90,7 +90,7 @@ def test_while_a_node_may_still_report_nothing_is_said_of_what_all_lack() -> Non
     cluster.situation.wants(request(selector=profile("9g.90gb")))
     code, message = said(cluster.view(), "claim")
     assert code == ReasonCode.WAITS
-    assert message.startswith("no GPU that is known satisfies it, and nothing is known yet of the GPUs of n2")
+    assert message.startswith("no known GPU satisfies it, and the GPUs of n2 have not been reported yet")
 
 
 def pending_long() -> MapCluster:
@@ -123,7 +123,7 @@ def test_a_fenced_device_is_none_that_the_scheduler_could_take() -> None:
 def test_where_the_fence_can_not_be_read_no_device_is_said_to_be_offered() -> None:
     code, message = said(replace(pending_long().view(), reads=Reads(None)), "claim")
     assert code == ReasonCode.UNUSED
-    assert message.endswith("; gpu-0 of node n would do and is published")
+    assert message.endswith("; gpu-0 of node n would do and has been published")
 
 
 def test_a_silent_controller_is_named_where_enough_is_free() -> None:

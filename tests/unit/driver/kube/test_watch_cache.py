@@ -221,7 +221,7 @@ def test_a_senseless_event_costs_a_new_list_and_nothing_else(
 
 
 class KindlessCache(WatchCache[Slice, Slice]):
-    without = "no such kind"
+    message_if_not_installed = "no such kind"
 
 
 def test_a_resource_that_the_server_does_not_know_is_told_once_and_asked_for_until_it_is_there(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from driver.errors import StateError
-from driver.model.plan import FaultKind, GpuReport, encode_inventory, states_of
+from driver.model.plan import FaultKind, GpuReport, decode_inventory, encode_inventory
 from tests.support.gpus import gpu_of
 
 
@@ -23,18 +23,18 @@ from tests.support.gpus import gpu_of
 def test_the_kind_of_a_fault_follows_from_its_text_where_an_earlier_version_reports_it(
     fault: str | None, kind: FaultKind | None, condition: str | None
 ) -> None:
-    [report] = states_of(encode_inventory([GpuReport(gpu_of(), 0, fault=fault)]))
+    [report] = decode_inventory(encode_inventory([GpuReport(gpu_of(), 0, fault=fault)]))
     assert (report.fault, report.fault_kind, report.condition) == (fault, kind, condition)
 
 
 def test_a_reported_kind_is_not_read_from_the_text() -> None:
     reported = GpuReport(gpu_of(), 0, fault="cordoned: fan", fault_kind=FaultKind.UNAVAILABLE)
-    assert states_of(encode_inventory([reported])) == [reported]
+    assert decode_inventory(encode_inventory([reported])) == [reported]
 
 
 def test_a_kind_that_only_a_later_version_knows_leaves_the_gpu_unavailable() -> None:
     reported = GpuReport(gpu_of(), 0, fault="failing: it refused to be cut", fault_kind=FaultKind.UNHEALTHY)
-    [report] = states_of(encode_inventory([reported]).replace('"Unhealthy"', '"Failing"'))
+    [report] = decode_inventory(encode_inventory([reported]).replace('"Unhealthy"', '"Failing"'))
     assert (report.fault, report.fault_kind) == ("failing: it refused to be cut", FaultKind.UNAVAILABLE)
 
 
@@ -53,4 +53,4 @@ def test_numbers_of_a_node_that_no_gpu_has_make_its_inventory_unreadable(written
     inventory = encode_inventory([GpuReport(gpu_of(), 0, shares=4)])
     assert written in inventory
     with pytest.raises(StateError):
-        states_of(inventory.replace(written, hostile, 1))
+        decode_inventory(inventory.replace(written, hostile, 1))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from driver.errors import ApiError, ClaimError, HardwareError, StateError
-from driver.model.plan import MOST_UNPREPARED, FailureCause, UnpreparedClaim
+from driver.model.plan import MOST_UNPREPARED, FailedClaim, FailureCause
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import LockTimeoutError
 from kubelet_plugin.health.failed_preparations import (
@@ -67,9 +67,7 @@ def test_the_report_says_what_is_at_fault_and_since_when(calls: Calls, error: Ex
     calls.fail(error)
     calls.now += 30
     calls.fail(error)
-    assert calls.failed.reported() == (
-        UnpreparedClaim("team/train", "uid-1", "2027-01-15T08:00:00Z", cause, str(error)),
-    )
+    assert calls.failed.reported() == (FailedClaim("team/train", "uid-1", "2027-01-15T08:00:00Z", cause, str(error)),)
     assert calls.changes == 1
 
 

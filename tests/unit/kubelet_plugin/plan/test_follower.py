@@ -18,7 +18,7 @@ from driver.model.plan import (
     PlanSpec,
     PublishHeld,
     Summary,
-    states_of,
+    decode_inventory,
 )
 from driver.slices.build import CLOSED, Content, PublishedGpu
 from driver.slices.slice_names import DEVICES_PER_GPU, Pool
@@ -305,7 +305,7 @@ def test_a_plan_that_is_deleted_means_alone_after_a_while(followed: Followed) ->
 
 def test_the_status_tells_the_controller_all_about_the_gpus(followed: Followed) -> None:
     status = followed.status()
-    assert [state.gpu for state in states_of(status.inventory)] == list(followed.node.node.inventory.gpus)
+    assert [state.gpu for state in decode_inventory(status.inventory)] == list(followed.node.node.inventory.gpus)
     assert re.fullmatch("gpu-0 GPU-[-0-9a-f]+: NVIDIA H100 80GB HBM3, MIG disabled", status.gpus[0])
     assert msgspec.json.decode(msgspec.json.encode(status), type=type(status)) == status
 

@@ -26,13 +26,13 @@ from driver.kube.types import (
 )
 from driver.model.plan import (
     OWNED_SUFFIX,
+    FailedClaim,
     FailureCause,
     FaultKind,
     GpuReport,
     PlanMode,
     PlanSpec,
     PlanStatus,
-    UnpreparedClaim,
     encode_inventory,
 )
 from tessera.commands.status import as_text
@@ -105,7 +105,7 @@ def test_the_documentation_names_the_reasons_that_can_be_findings() -> None:
 
 def failed(*nodes: str, cause: FailureCause = FailureCause.GPU) -> StatusSnapshot:
     """One claim that can not be prepared on each of ``nodes``; with ten nodes in all."""
-    starts = [FailedStart(node, UnpreparedClaim(f"team/{node}", node, "since", cause)) for node in nodes]
+    starts = [FailedStart(node, FailedClaim(f"team/{node}", node, "since", cause)) for node in nodes]
     plans = {f"n{number}": plan() for number in range(10)}
     for start in starts:
         status = PlanStatus(3, mode=PlanMode.PLANNED, unprepared=(start.unprepared,))

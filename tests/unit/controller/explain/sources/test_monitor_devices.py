@@ -150,7 +150,7 @@ def test_the_monitor_devices_and_the_other_devices_of_a_pod_are_on_one_node() ->
         apart,
         ReasonCode.NOT_TOGETHER,
         "(on b)",
-        "not on one node",
+        "no single node can",
         "its monitor devices",
     )
 
@@ -228,7 +228,7 @@ def test_a_node_where_the_pod_can_run_may_have_too_few_gpus() -> None:
     there = Situation([*node_of("a", gpus=2), *node_of("b", gpus=4)])
     there.node("a", {"zone": "x"})
     there.wants(monitors(count=4), nodeSelector={"zone": "x"})
-    told(there, ReasonCode.OTHER_NODES, "no node where its pod can run has more than 2, it would fit only on")
+    told(there, ReasonCode.OTHER_NODES, "no node where its pod can run has more than 2; it would fit only on")
 
 
 def test_the_need_and_what_there_is_are_of_one_node() -> None:

@@ -427,8 +427,8 @@ def test_claims_of_one_pod_that_no_node_can_meet_together() -> None:
     found = reasons_of(there.queue)
     assert [each.code for each in found] == [ReasonCode.NOT_TOGETHER] * 2
     assert found[0].sentence == (
-        "it could be met (on a, b), but even if nothing were held not on one node with what its pod requests besides: "
-        "claim claim-1 (on a, b)"
+        "it could be met (on a, b), but even if nothing were held, no single node could also provide what else its pod "
+        "requests: claim claim-1 (on a, b)"
     )
 
 
@@ -438,8 +438,8 @@ def test_an_extended_resource_that_no_node_can_provide_beside_a_claim_of_the_pod
     containers = [{"resources": {"requests": {"nvidia.com/gpu": "1"}}}]
     there.pod("pod", there.claim("claim", request(selector=FULL)), containers=containers)
     of_claim, of_resource = reasons_of(there.queue)
-    assert of_claim.sentence.endswith("besides: extended resource nvidia.com/gpu (on a, b)")
-    assert of_resource.sentence.endswith("besides: claim claim (on a, b)")
+    assert of_claim.sentence.endswith("what else its pod requests: extended resource nvidia.com/gpu (on a, b)")
+    assert of_resource.sentence.endswith("what else its pod requests: claim claim (on a, b)")
 
 
 @pytest.mark.parametrize(
@@ -732,7 +732,7 @@ def test_a_pod_with_a_shared_claim_is_told_of_its_other_claims_only() -> None:
     [of_shared] = [reason for reason in reasons_of(there.queue) if reason.pending.key == "default/shared"]
     [(_, of_second)] = of_shared.of_pods
     assert of_second.code is ReasonCode.NOT_TOGETHER
-    assert "not on one node with what its pod requests besides: claim other (on b);" in of_second.sentence
+    assert "no single node could also provide what else its pod requests: claim other (on b);" in of_second.sentence
 
 
 def test_a_gpu_of_another_driver_has_no_fault() -> None:

@@ -112,7 +112,7 @@ def test_a_request_for_another_driver_is_named_with_what_the_node_has_for_it(
     rule = {"driver": NIC, "device": "by-rule"}
     there.taint_rule("broken", rule, key="cable", value="loose", effect="NoExecute")
     cause = f"devices of another driver are missing: request nic (class rdma): {has}"
-    offered = "gpu-0-mig-1g10gb-6 of node a would do and is offered since 2026-11-21T00:16:40Z"
+    offered = "gpu-0-mig-1g10gb-6 of node a would do and has been offered since 2026-11-21T00:16:40Z"
     assert reason_of(there, slices) == f"{cause}; {offered}"
 
 

@@ -85,7 +85,7 @@ class TestWhen:
 class TestWhatIsSaid:
     def test_which_offer_stands_where_and_since_when(self) -> None:
         told = Watched(waiting(), "a/gpu-0-mig-1g10gb-6").told()
-        assert "gpu-0-mig-1g10gb-6 of node a would do and is offered since 2026-11-21T00:16:40Z" in told
+        assert "gpu-0-mig-1g10gb-6 of node a would do and has been offered since 2026-11-21T00:16:40Z" in told
 
     def test_a_scheduler_that_can_not_allocate_has_its_gates_doubted(self) -> None:
         told = Watched(waiting(), "a/gpu-0-mig-1g10gb-6").told()
