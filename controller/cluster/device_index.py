@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from controller.cluster.claim_index import PoolDevice
 from controller.cluster.fleet import Fleet, FleetGpu
@@ -21,6 +22,14 @@ class NodeDevices:
     view: NodeView
     free: Mapping[Offer, PoolDevice]
     offered: frozenset[Offer]
+
+
+class ComparedPlan(NamedTuple):
+    """A plan, and what its node has not done yet of it: devices that are still published, offers that are not."""
+
+    plan: GpuNodePlan
+    leaving: frozenset[PoolDevice] = frozenset()
+    unpublished: frozenset[Offer] = frozenset()
 
 
 class DeviceIndex:
@@ -44,10 +53,8 @@ class DeviceIndex:
         """By pool, the nodes with free devices."""
         self._pools: dict[str, str] = {}
         """The names of the pools, by node."""
-        self._compared: dict[str, GpuNodePlan] = {}
-        """By node, the plan for which the next two were found."""
-        self._leaving_on: dict[str, frozenset[PoolDevice]] = {}
-        self._unpublished_on: dict[str, frozenset[Offer]] = {}
+        self._compared: dict[str, ComparedPlan] = {}
+        """By node, until plan or node change."""
         self._plans: Mapping[str, GpuNodePlan] | None = None
         """The plans for which the next two were found; None: a node has changed since."""
         self._leaving: frozenset[PoolDevice] = frozenset()
@@ -59,7 +66,6 @@ class DeviceIndex:
         if changes.membership or self._fleet.hardware is not fleet.hardware:
             renewed, self._by_pool, self._with_free = views, {}, {}
             self._complete_nodes, self._compared = set(), {}
-            self._leaving_on, self._unpublished_on = {}, {}
             self._pools = {view.name: view.pool for view in views}
         self._fleet = fleet
         if not renewed and not changes.membership:
@@ -84,8 +90,6 @@ class DeviceIndex:
         if view.is_complete:
             self._complete_nodes.add(view.name)
         self._compared.pop(view.name, None)
-        self._leaving_on.pop(view.name, None)
-        self._unpublished_on.pop(view.name, None)
 
     def is_published(self, device: PoolDevice) -> bool:
         node = self._by_pool.get(device.pool)
@@ -134,31 +138,25 @@ class DeviceIndex:
         if self._plans is plans:
             return
         for name, plan in plans.items():
-            if self._compared.get(name) is not plan:
-                self._compared[name] = plan
-                self._compare_node(name, plan)
+            compared = self._compared.get(name)
+            if compared is None or compared.plan is not plan:
+                self._compared[name] = self._compare_node(name, plan)
         self._plans = plans
-        self._leaving = frozenset().union(*self._leaving_on.values())
-        self._not_published = frozenset().union(*self._unpublished_on.values())
+        self._leaving = frozenset().union(*(compared.leaving for compared in self._compared.values()))
+        self._not_published = frozenset().union(*(compared.unpublished for compared in self._compared.values()))
 
-    def _compare_node(self, node: str, plan: GpuNodePlan) -> None:
-        self._leaving_on.pop(node, None)
-        self._unpublished_on.pop(node, None)
+    def _compare_node(self, node: str, plan: GpuNodePlan) -> ComparedPlan:
         devices = self._by_pool.get(self._pools.get(node, ""))
         if devices is None:
-            return
+            return ComparedPlan(plan)
         view = devices.view
         leaving = frozenset(PoolDevice(view.pool, name) for name in plan.spec.withdrawn if name in view.published)
-        if leaving:
-            self._leaving_on[node] = leaving
         if not view.follows_plan or view.is_complete:
-            return
+            return ComparedPlan(plan, leaving)
         gpus = ((offer, self._fleet.gpus.get(offer.gpu)) for offer in plan.spec.offered)
         names = {offer: gpu.device_name(offer.spot) for offer, gpu in gpus if gpu is not None}
         published = view.published.keys() | view.held.keys()
-        unpublished = frozenset(offer for offer, name in names.items() if name not in published)
-        if unpublished:
-            self._unpublished_on[node] = unpublished
+        return ComparedPlan(plan, leaving, frozenset(offer for offer, name in names.items() if name not in published))
 
     def obstacles(self, offers: Collection[Offer], withdrawn: Collection[PoolDevice]) -> dict[Offer, set[PoolDevice]]:
         """Those of ``offers`` that overlap published devices which no claim holds, except ``withdrawn``, with these.

@@ -71,10 +71,10 @@ def check(cluster: Cluster, count: int, number: int, progress: Progress = SILENT
     with progress.part(f"{len(refused)} claims under quotas", len(refused)):
         quota_walks = walk_quotas(cluster.api, refused)
     false = [f"{text}\n{described(each.now)}" for each in walks for text in each.false]
-    false += [f"{text}\n{each.quotas}" for each in quota_walks for text in each.false]
+    false += [f"{text}\n{quota_walk.quotas}" for quota_walk in quota_walks for text in quota_walk.false]
     asked += [question for each in walks for question in each.questions]
-    said = [reason for each in walks for reason in each.reasons]
-    said += [reason for each in quota_walks for reason in each.reasons]
+    said = [reason for pod_walk in walks for reason in pod_walk.reasons]
+    said += [reason for quota_walk in quota_walks for reason in quota_walk.reasons]
     codes += Counter(str(reason.code) for reason in said)
     with progress.part(f"{len(asked)} statements", len(asked) / QUESTIONS_PER_SECOND):
         false += _false(scheduler, asked)

@@ -133,7 +133,7 @@ class QuotaWalk:
             self.false.append(f"permanent is {reason.permanent}, but not so without other claims: {reason.sentence}")
 
     def _reason(self, refusal: str) -> ClaimReason | None:
-        """What is said of the pod for which the claim is to be created."""
+        """What is said of the pod whose claim is refused."""
         there = Situation([])
         for name, spec in _classes(self.quotas.extended).items():
             there.device_class(name, **spec)
@@ -169,26 +169,20 @@ class _Namespace:
             self.set_limits(quota, hard)
 
     def quota(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = self._api.get(f"{self._quotas}/{name}")
-        return found
+        return self._api.get(f"{self._quotas}/{name}")
 
     def refusal(self) -> str | None:
-        """Why the API server does not create the claim; None: it has created it."""
+        """Why the API server would not create the claim; None: it would."""
         try:
-            self._create("wanted", self._wanted)
+            self._create("wanted", self._wanted, "?dryRun=All")
         except ApiError as error:
             return str(error)
         return None
 
     def refusal_after(self, before: str) -> str | None:
         """The next refusal, if any: the watch of quotas with which the API server decides may be late."""
-
-        def renewed() -> tuple[str | None] | None:
-            refusal = self.refusal()
-            return (refusal,) if refusal != before else None
-
-        answer = wait_for(renewed, RECKONED_S, f"another answer than {before}")
-        return answer[0] if answer else None
+        wait_for(lambda: self.refusal() != before, RECKONED_S, f"another answer than {before}")
+        return self.refusal()
 
     def is_refused_by(self, quota: str, *, expected: bool) -> bool:
         """Whether ``quota`` refuses the claim, once that is as ``expected`` or for a while it is not."""
@@ -213,8 +207,9 @@ class _Namespace:
         self.existing = [claim for claim in self.existing if claim not in claims]
         self._wait_counted([item["metadata"]["name"] for item in self._api.get(self._quotas)["items"]])
 
-    def _create(self, claim: str, requests: Sequence[dict[str, Any]]) -> None:
-        self._api.post(self._claims, {"metadata": {"name": claim}, "spec": {"devices": {"requests": requests}}})
+    def _create(self, claim: str, requests: Sequence[dict[str, Any]], query: str = "") -> None:
+        body = {"metadata": {"name": claim}, "spec": {"devices": {"requests": requests}}}
+        self._api.post(self._claims + query, body)
 
     def _wait_counted(self, quotas: Sequence[str] | Mapping[str, Any]) -> None:
         """Until these quotas have counted the claims that exist, with the limits that they have now."""
@@ -240,9 +235,9 @@ class _Namespace:
 
 def walk_quotas(api: Api, situations: Sequence[Quotas]) -> list[QuotaWalk]:
     """The walks of the claims that are not created at once."""
-    for name, spec in _classes(any(each.extended for each in situations)).items():
+    for name, spec in _classes(any(situation.extended for situation in situations)).items():
         api.post(CLASSES, {"metadata": {"name": name}, "spec": spec})
     walks = [QuotaWalk(api, f"quota-{index}", quotas) for index, quotas in enumerate(situations)]
     with ThreadPoolExecutor(WRITERS) as writers:
         list(writers.map(QuotaWalk.run, walks))
-    return [each for each in walks if each.reasons or each.false]
+    return [walk for walk in walks if walk.reasons or walk.false]
