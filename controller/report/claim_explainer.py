@@ -216,20 +216,18 @@ class Explainer:
             yield RequestCount(name, classes.get(name, ""), availability.needs, tuple(_products(availability)))
 
     def _allocated(self, claim: Claim, *, in_detail: bool = True) -> Explanation:
-        allocation = claim.status.allocation
-        results = allocation.devices.results if allocation is not None else ()
-        devices = ", ".join(f"{result.device} of pool {result.pool}" for result in results)
         key = claim.metadata.key
         users = self._users.get(key, [])
         starting = tuple(pod for pod in users if pod.spec.node_name)
         others = [str(pod.metadata.key) for pod in users if not pod.spec.node_name]
         more = f"; not placed: pod {listed(others)} (tessera why pod/{others[0]})" if others else ""
-        message = f"it is allocated: {devices}{more}"
+        allocated = allocated_claim(claim, starting)
+        message = f"{allocated.message}{more}"
         if (release := self._view.failed_releases.get(key)) is not None:
             return Explanation(str(key), starting, NOT_RELEASED, f"{message}; {release}; {STAYS}")
         start, reads = self._view.failed_starts.get(key), self._view.reads
         if start is None:
-            return Explanation(str(key), starting, ALLOCATED, message)
+            return replace(allocated, message=message)
         outcome = reads.eviction_outcome(start) if in_detail and reads is not None else None
         if outcome is not None:
             message = f"{message}; since {start.unprepared.since}: {outcome}"
@@ -238,6 +236,12 @@ class Explainer:
             then = next_step(start, claim, starting, self._view.snapshot, *evictions)
             message = f"{message}; {sentence(start)}; {then}"
         return Explanation(str(key), starting, NOT_PREPARED, message, start=start)
+
+
+def allocated_claim(claim: Claim, pods: tuple[Pod, ...]) -> Explanation:
+    """That ``claim`` is allocated, and what; ``pods``: those that start with it."""
+    devices = ", ".join(f"{result.device} of pool {result.pool}" for result in claim.results)
+    return Explanation(str(claim.metadata.key), pods, ALLOCATED, f"it is allocated: {devices}")
 
 
 def _products(available: Availability) -> Iterator[ProductCount]:

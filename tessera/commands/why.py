@@ -16,7 +16,7 @@ import msgspec
 from controller.explain.events import ALLOCATED, COMPONENT, NOT_USED, WrittenEvent
 from controller.explain.sources.scheduler_reports import report_of
 from controller.explain.sources.selected_gpus import listed
-from controller.report.claim_explainer import NOT_PREPARED, TERMINATING, Explainer, Explanation, key_of
+from controller.report.claim_explainer import NOT_PREPARED, TERMINATING, Explainer, Explanation, allocated_claim, key_of
 from controller.report.cluster_view import read_cluster
 from driver.clock import Clock
 from driver.errors import FORBIDDEN, ApiError, FatalError, UsageError
@@ -33,6 +33,11 @@ POD_KINDS, CLAIM_KINDS = ("pod", "pods", "po"), ("claim", "resourceclaim", "reso
 
 PREPARATION_FAILED = {EventReason.PREPARE_FAILED.value, "FailedPrepareDynamicResources"}
 """Events of the node plugin and of the kubelet."""
+
+NOT_REPORTED, NO_EVENT = (
+    "NotReported",
+    "no Event of the controller says why it is pending (tessera status, for its state)",
+)
 
 MAX_REPORTED = 100
 """Events whose objects are looked for, the latest."""
@@ -61,7 +66,7 @@ def why(
     NAME is a pod or a claim: NAME, pod/NAME or claim/NAME. Without it, all pending claims of the namespace are
     explained. The command computes the reasons itself from the API server's objects, also without a controller. Each
     change under "it would fit if" was tried. An account that may not read the whole cluster sees what the controller
-    reported last.
+    reported last, or what the objects of the namespace say.
 
     Exit code 0: nothing is pending; 1: something is, or NAME does not exist.
 
@@ -80,9 +85,15 @@ def why(
     except FatalError as refusal:
         if not isinstance(refusal.__cause__, ApiError) or refusal.__cause__.status != FORBIDDEN:
             raise
-        reported = _reported(client, name, namespace, refusal)
-        click.echo(f"this is what the controller reported last: {refusal}", err=True)
-        _print(reported, [() for _ in reported], output, client.clock, is_brief=True)
+        if name is None:
+            explanations = _reported(client, "", namespace)
+        else:
+            explanations = _of_namespace(client, driver_name, name, namespace)
+        if not explanations:
+            raise
+        click.echo(f"this is what the objects and Events of the namespace say: {refusal}", err=True)
+        is_brief = len(explanations) > 1 and output != "json"
+        _print(explanations, [() for _ in explanations], output, client.clock, is_brief=is_brief)
     explainer, where = Explainer(view), None if all_namespaces else namespace
     if name is None:
         waiting = chain(explainer.pending(), explainer.unprepared(), explainer.unreleased())
@@ -114,17 +125,14 @@ def _print(
     sys.exit(1 if any(explanation.is_pending for explanation in explanations) else 0)
 
 
-def _reported(client: KubeClient, name: str | None, namespace: str, refusal: FatalError) -> list[Explanation]:
-    """What the controller reported last in ``namespace``, for accounts that can not read the whole cluster.
-
-    Raises ``refusal`` if it reported nothing, or nothing that this account may read.
-    """
-    kind, key = _kind_and_key(name or "", namespace)
+def _reported(client: KubeClient, name: str, namespace: str) -> list[Explanation]:
+    """What the controller reported last of ``name`` or of the namespace; empty if this account may not read it."""
+    kind, key = _kind_and_key(name, namespace)
     try:
         selector = {"fieldSelector": f"reportingComponent={COMPONENT}"}
         events = list(read_all(client, f"/api/v1/namespaces/{key.namespace}/events", WrittenEvent, selector))
     except (ApiError, msgspec.MsgspecError):
-        raise refusal from None
+        return []
     events.sort(key=lambda event: event.last_timestamp or "")
     latest = {(event.involved_object.kind, event.involved_object.name): event for event in events[-MAX_REPORTED:]}
     latest = {about: event for about, event in latest.items() if _exists(client, key.namespace, event)}
@@ -133,10 +141,35 @@ def _reported(client: KubeClient, name: str | None, namespace: str, refusal: Fat
         for (of_kind, of), event in latest.items()
         if (of == key.name if name else of) and (not kind or (of_kind == "Pod") == (kind in POD_KINDS))
     ]
-    explanations = [explanation for explanation in explanations if name or explanation.is_pending]
-    if not explanations:
-        raise refusal
-    return explanations
+    return [explanation for explanation in explanations if name or explanation.is_pending]
+
+
+def _of_namespace(client: KubeClient, driver: str, name: str, namespace: str) -> list[Explanation]:
+    """What a pod or a claim, the claims of the pod, and Events say; empty if this account may not read any of them.
+
+    Raises FatalError if there is no pod and no claim ``name``.
+    """
+    kind, key = _kind_and_key(name, namespace)
+    try:
+        pod = None if kind in CLAIM_KINDS else find_pod(client, key)
+        keys = pod.claims if pod is not None else () if kind in POD_KINDS else (key,)
+        claims = [claim for claim in (find_claim(client, of_claim) for of_claim in keys) if claim is not None]
+    except (ApiError, msgspec.MsgspecError):
+        return _reported(client, name, namespace)
+    if pod is None and not claims:
+        raise _missing(name, namespace)
+    starting = (pod,) if pod is not None and pod.spec.node_name else ()
+    allocated = [allocated_claim(claim, starting) for claim in claims if claim.status.allocation is not None]
+    explanations = [_with_preparation(client, driver, explanation) for explanation in allocated]
+    if explanations and (pod is None or starting):
+        return explanations
+    if (reported := _reported(client, name, namespace)) and not starting:
+        return [*explanations, *reported]
+    if pod is None:
+        return [Explanation(str(key), (), NOT_REPORTED, NO_EVENT)]
+    of_pod = _without_claims(pod)
+    is_unreported = pod.spec.resource_claims and of_pod.code == NOT_USED and not starting
+    return [*explanations, replace(of_pod, code=NOT_REPORTED, message=NO_EVENT) if is_unreported else of_pod]
 
 
 def _exists(client: KubeClient, namespace: str, event: WrittenEvent) -> bool:
@@ -174,7 +207,12 @@ def _named(client: KubeClient, explainer: Explainer, name: str, namespace: str) 
         claim = find_claim(client, key)
         if claim is not None:
             return [explainer.of_claim(claim)]
-    raise FatalError(f"namespace {key.namespace} has no {kind or 'pod or ResourceClaim'} named {key.name}")
+    raise _missing(name, namespace)
+
+
+def _missing(name: str, namespace: str) -> FatalError:
+    kind, key = _kind_and_key(name, namespace)
+    return FatalError(f"namespace {key.namespace} has no {kind or 'pod or ResourceClaim'} named {key.name}")
 
 
 def _kind_and_key(name: str, namespace: str) -> tuple[str, Key]:

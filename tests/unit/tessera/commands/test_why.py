@@ -72,7 +72,9 @@ def test_a_namespace_account_sees_what_the_controller_reported_last(api: ObjectA
     forbid_the_cluster(api)
     answer = run(api, tmp_path, "pod/wanted")
     assert answer.exit_code == 1
-    assert answer.stderr.startswith("this is what the controller reported last: this account may not read what is")
+    assert answer.stderr.startswith(
+        "this is what the objects and Events of the namespace say: this account may not read"
+    )
     assert "this account may not list nodes" in answer.stderr
     assert "NodeClosed" in answer.stdout
     assert "n1 is cordoned (reported 2026-11-25T10:05:00Z)" in answer.stdout
@@ -150,6 +152,36 @@ def test_a_namespace_account_without_reports_is_told_what_it_may_not_read(api: O
     answer = run(api, tmp_path)
     assert answer.exit_code == 1
     assert "this account may not list nodes" in answer.output
+
+
+def test_without_reports_a_namespace_account_sees_what_pod_and_claim_say(api: ObjectApi, tmp_path: Path) -> None:
+    message = "0/1 nodes are available: 1 Insufficient cpu."
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
+    ask(api, "wanted")
+    api.folder(PODS)["wanted"]["status"]["conditions"] = [condition]
+    ask(api, "starting", nodeName="n1")
+    hold(api, "team-a/starting", "n1", "gpu-0")
+    uid = api.folder(PODS)["starting"]["metadata"]["uid"]
+    about = {"involvedObject": {"uid": uid}, "type": "Warning", "message": "no CDI"}
+    api.store(f"{EVENTS}/failed", **about, reason="FailedPrepareDynamicResources")
+    said = {
+        "pod/wanted": "NotReported: no Event of the controller says why it is pending",
+        "claim/wanted": "NotReported: no Event of the controller",
+        "pod/starting": "n1 has not prepared it: FailedPrepareDynamicResources: no CDI",
+        "claim/starting": "Allocated: it is allocated: gpu-0 of pool n1",
+        "pod/gone": "namespace team-a has no pod named gone",
+    }
+    # What the controller reported before the pod had its node.
+    report(
+        api, "before", "2026-11-25T10:00:00Z", "AllHeld", message="none is free", involvedObject={"name": "starting"}
+    )
+    for name, part in said.items():
+        forbid_the_cluster(api)
+        answer = run(api, tmp_path, name)
+        assert part in (answer.output or str(answer.exception))
+        assert answer.exit_code == (0 if "Allocated" in part else 1)
+        assert (message in answer.output) is (name == "pod/wanted")
+        assert ("this account may not list nodes" in answer.stderr) is (name != "pod/gone")
 
 
 @pytest.mark.parametrize(
