@@ -54,9 +54,12 @@ image: ## build the container image as an OCI archive in the cache, without a Do
 test: lint test-unit test-cluster test-smoke ## run lint and all tests except the slow ones, also on the real cluster (45 minutes on 2 cores with a warm cache)
 
 test-all: lint binaries ## run lint and all tests, including the slow ones
+	@$(RUN)/python -m tests.harness preflight --mend
+	PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(RUN)/pytest -n $(WORKERS) -m "not cluster and not integration"
 	@rm -rf $(AUDIT) && mkdir -m 700 $(AUDIT)
-	TESSERA_AUDIT_DIR=$(AUDIT) $(RUN)/pytest
+	TESSERA_AUDIT_DIR=$(AUDIT) $(RUN)/pytest -n 3 --dist loadscope -m cluster
 	@$(RUN)/python -m tests.audit $(AUDIT)
+	$(RUN)/pytest -m integration
 
 test-fast: env ## run the quick tests that need no cluster (1 minute)
 	$(WITHOUT_CLUSTER) -m "not cluster and not slow and not long"
