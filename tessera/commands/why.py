@@ -85,11 +85,7 @@ def why(
     except FatalError as refusal:
         if not isinstance(refusal.__cause__, ApiError) or refusal.__cause__.status != FORBIDDEN:
             raise
-        if name is None:
-            explanations = _reported(client, "", namespace)
-        else:
-            explanations = _of_namespace(client, driver_name, name, namespace)
-        if not explanations:
+        if not (explanations := _of_namespace(client, driver_name, name, namespace)):
             raise
         click.echo(f"this is what the objects and Events of the namespace say: {refusal}", err=True)
         is_brief = len(explanations) > 1 and output != "json"
@@ -144,11 +140,13 @@ def _reported(client: KubeClient, name: str, namespace: str) -> list[Explanation
     return [explanation for explanation in explanations if name or explanation.is_pending]
 
 
-def _of_namespace(client: KubeClient, driver: str, name: str, namespace: str) -> list[Explanation]:
-    """What a pod or a claim, the claims of the pod, and Events say; empty if this account may not read any of them.
+def _of_namespace(client: KubeClient, driver: str, name: str | None, namespace: str) -> list[Explanation]:
+    """What a pod or a claim, the claims of the pod, and Events say; without ``name``, what Events say of the namespace.
 
-    Raises FatalError if there is no pod and no claim ``name``.
+    Empty if this account may not read any of them. Raises FatalError if there is no pod and no claim ``name``.
     """
+    if name is None:
+        return _reported(client, "", namespace)
     kind, key = _kind_and_key(name, namespace)
     try:
         pod = None if kind in CLAIM_KINDS else find_pod(client, key)
