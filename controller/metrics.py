@@ -17,7 +17,7 @@ from controller.cluster.cache import Snapshot
 from controller.cluster.fleet import Fleet
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.eviction.evictor import Outcome, Trigger
-from controller.report.larger_devices import LargerDevices, TakenSize
+from controller.report.larger_devices_taken import LargerDevicesTaken, TakenSize
 from controller.report.slice_states import GpuUse, RequestedKinds, SliceState, capacity_of
 from driver.kube.types import Claim, GpuNodePlan
 from driver.model.offer import Offer, OfferKind
@@ -70,14 +70,14 @@ class ControllerMetrics(Collector):
         )
         for size in TakenSize:
             self._larger.labels(size)
-        self._larger_devices = LargerDevices()
+        self._larger_devices_taken = LargerDevicesTaken()
         registry.register(self)
 
     def claim_changed(self, old: Claim | None, new: Claim | None) -> None:
         """Observe the change of a claim; one that was allocated before it was seen does not count."""
         if old is None or new is None or old.status.allocation is not None or new.status.allocation is None:
             return
-        self._larger_devices.note(new)
+        self._larger_devices_taken.note(new)
         created = new.metadata.creation_timestamp
         if created is not None:
             self._allocated.observe(max(0.0, self._now() - datetime.fromisoformat(created).timestamp()))
@@ -90,7 +90,7 @@ class ControllerMetrics(Collector):
         Only notes: counting everything takes as long as a decision.
         """
         self._requested.update(queue, fleet, snapshot.changed.names, self._now())
-        for size, count in self._larger_devices.update(queue, fleet).items():
+        for size, count in self._larger_devices_taken.update(queue, fleet).items():
             self._larger.labels(size).inc(count)
         classes = {device_class.metadata.name for device_class in queue.cluster.classes}
         pending = tuple((class_of(claim, classes), reasons.get(claim.key, WAITS)) for claim in queue.pending)

@@ -21,7 +21,7 @@ from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.coexistence.other_drivers import OtherDriverWatch
-from kubelet_plugin.dra.registration import Registration
+from kubelet_plugin.dra.registration_state import Registration
 from kubelet_plugin.health.device_health import HealthMonitor
 from kubelet_plugin.metrics.metrics_interface import Measurements
 from kubelet_plugin.plan.follower import PlanFollower

@@ -18,7 +18,7 @@ from driver.hardware.host_paths import boot_id
 from driver.http import Check
 from driver.kube.types import Claim
 from driver.model.device import number_gpus
-from driver.shutdown import join_all
+from driver.process_exit import join_all
 from driver.slices.slice_names import Pool
 from driver.step_observer import unobserved
 from kubelet_plugin.api_writers import Publishing, api_access
@@ -37,8 +37,8 @@ from kubelet_plugin.claims.preparer import ClaimReader, Preparer
 from kubelet_plugin.claims.time_slices import TimeSlices
 from kubelet_plugin.coexistence.other_drivers import OtherDriverWatch
 from kubelet_plugin.dra.health_service import HealthService
+from kubelet_plugin.dra.kubelet_sockets import PluginSockets, serve_kubelet
 from kubelet_plugin.dra.service import DraService
-from kubelet_plugin.dra.sockets import PluginSockets, serve_kubelet
 from kubelet_plugin.health.device_health import HealthMonitor
 from kubelet_plugin.health.recorded_faults import HealthFile
 from kubelet_plugin.inventory.inventory import GpuSharing, Inventory

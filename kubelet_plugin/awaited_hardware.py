@@ -33,9 +33,9 @@ from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.preparer import ClaimReader, Preparer
 from kubelet_plugin.claims.time_slices import TimeSlices
 from kubelet_plugin.dra.health_service import HealthService
+from kubelet_plugin.dra.kubelet_sockets import PluginSockets, serve_kubelet
 from kubelet_plugin.dra.service import DraService
-from kubelet_plugin.dra.sockets import PluginSockets, serve_kubelet
-from kubelet_plugin.health.node_conditions import NodeConditions
+from kubelet_plugin.health.node_problems import NodeConditions
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.inventory.open_hardware import host_paths, missing_hardware
 from kubelet_plugin.metrics.metrics_interface import Measurements

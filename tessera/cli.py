@@ -143,7 +143,7 @@ def node(**flags: Any) -> None:
     """
     gc.disable()  # it would traverse 200,000 objects several times during a start, and without freeze() again later
     try:
-        from driver.shutdown import leave
+        from driver.process_exit import leave
         from kubelet_plugin.app import node_plugin
         from kubelet_plugin.settings import node_settings
 

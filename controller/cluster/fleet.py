@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import combinations
 from typing import TypeVar
 
-from controller.cluster.node_use_labels import UseLabel
+from controller.cluster.node_dedication import UseLabel
 from driver.model.device import Device, devices_of
 from driver.model.gpu import Gpu
 from driver.model.offer import DeviceKind, Offer, Spot

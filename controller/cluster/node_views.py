@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from controller.cluster.node_use_labels import UNDEDICATED, Dedication, dedication_of
+from controller.cluster.node_dedication import UNDEDICATED, Dedication, dedication_of
 from driver.kube.slice_types import newest_generation
 from driver.kube.types import PAUSED, GpuNodePlan, Node
 from driver.model.plan import Held, NodeConditionType, PlanMode, PlanStatus

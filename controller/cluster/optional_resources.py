@@ -1,4 +1,4 @@
-"""Resources without which decisions are made, too: the API server may not serve them, or this account not read them.
+"""Resources that may be missing: the API server may not serve them, or this account not read them.
 
 PodGroups (1.37, gate GenericWorkload), DeviceTaintRules (1.37), and ResourceClaimTemplates.
 """

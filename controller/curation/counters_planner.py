@@ -14,12 +14,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from controller.cluster.device_index import DeviceIndex
 from controller.cluster.fleet import Fleet
+from controller.cluster.unheld_devices import UnheldDevices
 from controller.curation.offer_draft import STICKINESS, OfferDraft
+from controller.curation.overdue_claims import OverdueClaims
 from controller.curation.planner import PlannedOffers
 from controller.curation.ranked_fleet import NO_CANDIDATES, FleetPlace, RankedFleet
-from controller.curation.wider_offers import WiderOffers
 from controller.demand.demand import Demand, Eligible, demand_of
 from controller.demand.device_search import ROUNDING
 from controller.demand.pending_claims import Queue
@@ -44,22 +44,22 @@ class CountersPlanner:
         self.offers = offers
         self.stickiness = stickiness
         self._ranked: RankedFleet | None = None
-        self._wider_offers = WiderOffers()
+        self._overdue_claims = OverdueClaims()
         self._overlapping_offers: frozenset[Offer] = frozenset()
         """The offers that the last plan contains only because they overlap larger ones."""
 
     @property
     def next_s(self) -> float | None:
-        return self._wider_offers.next_s
+        return self._overdue_claims.next_s
 
-    def plan(self, queue: Queue, devices: DeviceIndex, announced: Collection[Offer]) -> PlannedOffers:
+    def plan(self, queue: Queue, devices: UnheldDevices, announced: Collection[Offer]) -> PlannedOffers:
         """Offers that serve the demand of pending claims, and ``offers`` of each default kind if there is room.
 
         Published offers of a kind that is in demand are kept: the scheduler may just have given one to a claim.
         ``announced`` offers count as present, too: otherwise decisions that follow each other quickly would choose them
         anew.
         """
-        demands = demand_of(queue, self._wider_offers.widened(queue))
+        demands = demand_of(queue, self._overdue_claims.widened(queue))
         requested = frozenset(demand.kind for demand in demands)
         protected = [offer for offer in devices.offered if offer.spot.kind in requested]
         present = devices.offered.union(announced)

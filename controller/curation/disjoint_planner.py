@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from controller.cluster.device_index import DeviceIndex
+from controller.cluster.unheld_devices import UnheldDevices
 from controller.curation.offer_draft import STICKINESS, OfferDraft
+from controller.curation.overdue_claims import OverdueClaims
 from controller.curation.planner import PlannedOffers
 from controller.curation.ranked_fleet import FleetPlace, RankedFleet
 from controller.curation.reservation import Reservations, Reserved, without
-from controller.curation.wider_offers import WiderOffers
 from controller.demand.demand import Eligible
 from controller.demand.device_search import Budget, choose_devices
 from controller.demand.feasibility import Nodes, SelectedKind
@@ -45,20 +45,20 @@ class DisjointPlanner:
         self._ranking = ranking
         self._offers = offers
         self._ranked: RankedFleet | None = None
-        self._wider_offers = WiderOffers()
+        self._overdue_claims = OverdueClaims()
         self._reservations = Reservations()
 
     @property
     def next_s(self) -> float | None:
-        return soonest(self._wider_offers.next_s, self._reservations.next_s)
+        return soonest(self._overdue_claims.next_s, self._reservations.next_s)
 
-    def plan(self, queue: Queue, devices: DeviceIndex, announced: Collection[Offer]) -> PlannedOffers:
+    def plan(self, queue: Queue, devices: UnheldDevices, announced: Collection[Offer]) -> PlannedOffers:
         """Offers for each pending claim that has room, then some of each kind for future claims.
 
         ``announced`` offers have no advantage: a claim gets a published one if there is one.
         """
         reserved = self._reservations.update(queue)
-        return self.curate(queue, devices.offered, self._wider_offers.node_in_turn(queue), reserved)
+        return self.curate(queue, devices.offered, self._overdue_claims.node_in_turn(queue), reserved)
 
     def curate(
         self,
@@ -69,7 +69,7 @@ class DisjointPlanner:
     ) -> PlannedOffers:
         """The plan, which depends on the arguments only. ``published`` are the present offers.
 
-        ``preferred_nodes``: by key of an overdue claim (``controller.curation.wider_offers``), the nodes on which to
+        ``preferred_nodes``: by key of an overdue claim (``controller.curation.overdue_claims``), the nodes on which to
         plan its devices; ignored if the pod can run on no node that all of its overdue claims prefer.
         """
         fleet = without(queue.feasibility.fleet, reserved)

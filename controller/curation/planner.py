@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from controller.cluster.device_index import DeviceIndex
+from controller.cluster.unheld_devices import UnheldDevices
 from controller.demand.pending_claims import Queue
 from driver.model.offer import Offer, OfferKind
 
@@ -31,7 +31,7 @@ class OfferPlanner(Protocol):
     def next_s(self) -> float | None:
         """Seconds until the plan may change by time alone; None: it does not."""
 
-    def plan(self, queue: Queue, devices: DeviceIndex, announced: Collection[Offer]) -> PlannedOffers:
+    def plan(self, queue: Queue, devices: UnheldDevices, announced: Collection[Offer]) -> PlannedOffers:
         """What to offer, whether it is possible at once or not.
 
         ``devices`` are those that nodes publish, ``announced`` the offers of plans that nodes are about to publish.

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from controller.cluster.cache import ClusterCache, Snapshot
-from controller.cluster.device_index import DeviceIndex
 from controller.cluster.node_views import UnreportedNodes
+from controller.cluster.unheld_devices import UnheldDevices
 from controller.decision.choose import ChosenOffers, WaitsFor
 from controller.decision.read import DecisionInput
 from controller.demand.feasibility import Feasibility
@@ -94,7 +94,7 @@ class ExplainStage:
 
 def decided_view(
     snapshot: Snapshot,
-    devices: DeviceIndex,
+    devices: UnheldDevices,
     queue: Queue,
     reasons: Mapping[str, ClaimReason],
     reads: ClusterReads,

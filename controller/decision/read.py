@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from controller.cluster.cache import ClusterCache, Snapshot
-from controller.cluster.device_index import DeviceIndex
 from controller.cluster.fleet import Fleet
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.kueue_workloads import KueueQueue
@@ -20,6 +19,7 @@ from controller.cluster.node_views import (
     refusing_nodes,
     silent_nodes,
 )
+from controller.cluster.unheld_devices import UnheldDevices
 from controller.curation.offer_mode import ClusterMode
 from controller.demand.feasibility import Matching
 from controller.demand.node_eligibility import Eligibility
@@ -84,7 +84,7 @@ class DecisionInput:
 
     snapshot: Snapshot
     fleet: Fleet
-    devices: DeviceIndex
+    devices: UnheldDevices
     nodes: NodeStates
     queue: Queue
     queued: WorkloadQueue | None
@@ -105,7 +105,7 @@ class ReadStage:
         self._cache = cache
         self._kueue = KueueQueue(client, cache.templates, wake) if settings.kueue else None
         self._fleet, self._fleet_builder = Fleet(), FleetBuilder()
-        self._devices = DeviceIndex()
+        self._devices = UnheldDevices()
         self._matching = Matching(settings.driver_name)
         self._eligibility = self._eligibility_of_queued = Eligibility(())
         self._unreported = UnreportedNodesTracker()

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from controller.cluster.cache import ClusterCache
 from controller.cluster.claim_index import PoolDevice
-from controller.cluster.device_index import DeviceIndex
 from controller.cluster.fleet import Fleet
+from controller.cluster.unheld_devices import UnheldDevices
 from controller.decision.choose import ChosenOffers, WaitsFor
 from controller.decision.read import DecisionInput
 from controller.fence.fence import Fence
@@ -87,7 +87,7 @@ class AdmitStage:
         self._is_blocked = bool(offers.waiting)
         return offers
 
-    def _unfence(self, offers: Collection[Offer], devices: DeviceIndex) -> set[Offer]:
+    def _unfence(self, offers: Collection[Offer], devices: UnheldDevices) -> set[Offer]:
         """Lift the fence from offered devices. Returns those of ``offers`` that stay fenced because that failed."""
         unmanaged = {device for offer, device in devices.free.items() if offer not in devices.managed}
         fenced = {device for device in devices.of(offers) | unmanaged if device in self._fence.fenced.devices}
@@ -119,7 +119,7 @@ class AdmitStage:
 
 
 def first_offers(
-    offers: Collection[Offer], fleet: Fleet, devices: DeviceIndex, plans: Mapping[str, GpuNodePlan]
+    offers: Collection[Offer], fleet: Fleet, devices: UnheldDevices, plans: Mapping[str, GpuNodePlan]
 ) -> dict[Offer, str]:
     """Those of ``offers``, with their nodes, whose GPUs may be unpublished: the plan offers nothing of the node so far,
     or the slices lack a held device of the GPU (older node plugins leave out each GPU of which nothing is offered)."""

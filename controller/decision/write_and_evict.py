@@ -15,7 +15,7 @@ from controller.cluster.claim_index import PoolDevice
 from controller.cluster.fleet import Fleet
 from controller.cluster.node_views import NodeChanges, NodeView
 from controller.decision.choose import ChosenOffers
-from controller.decision.node_labels import LABEL_SETS, NodeLabels
+from controller.decision.hardware_labels import LABEL_SETS, NodeLabels
 from controller.decision.plan_writer import PlanWriter
 from controller.decision.read import DecisionInput
 from controller.demand.demand import nodes_with_requests_for_all

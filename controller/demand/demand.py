@@ -1,4 +1,7 @@
-"""The devices to offer so that pending claims can be allocated, usually of the smallest kind that fits (pure).
+"""The devices to offer so that pending claims can be allocated (pure): which kind, and on which GPUs.
+
+A larger kind than the smallest that a claim accepts is demanded only where no smaller one has room. Kinds that are
+offered without a pending claim are those of ``default_kinds`` (``controller.curation.ranked_fleet``).
 
 For a claim that requests one device, demand names the GPUs that have such a device; for several devices it names sets
 of GPUs, one of which must provide them all. Some requirements can't be expressed so: devices of different kinds on one
@@ -48,7 +51,7 @@ def demand_of(queue: Queue, widened: Mapping[str, Nodes] = NONE) -> list[Demand]
     attempt, since it tries again only after a second, and then at growing intervals. Claims for one device with equal
     eligible GPUs make one demand.
 
-    ``widened``: by key of a claim, the nodes that offer all matching devices (``controller.curation.wider_offers``).
+    ``widened``: by key of a claim, the nodes that offer all matching devices (``controller.curation.overdue_claims``).
     """
     placeable = (pending for pending in queue.pending if pending.key not in queue.gangs_without_room)
     demands = [demand for pending in placeable for demand in _of_claim(queue, pending)]
@@ -84,7 +87,8 @@ def _kinds_of_request_for_all(queue: Queue) -> Iterator[tuple[SelectedKind, Grou
 def _of_claim(queue: Queue, pending: PendingClaim) -> Iterator[Demand]:
     """For each request, demand for the smallest kind of device that it selects and that there is room for.
 
-    Larger kinds are not offered for it, because the scheduler might allocate them: a whole GPU for a claim of 2 GiB.
+    Meanwhile larger kinds are not offered for it, because the scheduler might allocate them: a whole GPU for a claim of
+    2 GiB.
     """
     requirements = queue.preferred_requirements(pending)
     if requirements is None:

@@ -1,4 +1,5 @@
-"""Which pods were evicted lately and which nodes asked for it: their limits hold after a change of leaders, too."""
+"""Which pods were evicted lately and which nodes asked for it, stored so that the limits of ``evictor`` (an owner) and
+``failed_starts`` (a node, the cluster) hold after a change of leaders, too."""
 
 from __future__ import annotations
 

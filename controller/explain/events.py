@@ -15,7 +15,7 @@ import msgspec
 
 from controller.cluster.fleet import Fleet, Hardware
 from controller.cluster.kueue_workloads import WORKLOAD_VERSION
-from controller.cluster.node_use_labels import faults_in
+from controller.cluster.node_dedication import faults_in
 from controller.cluster.optional_resources import POD_GROUP_VERSION
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.explain.reason import ClaimReason, Reason, ReasonCode

@@ -16,10 +16,10 @@ import msgspec
 
 from controller.cluster.cache import ClusterCache, Snapshot
 from controller.cluster.claim_index import PoolDevice
-from controller.cluster.device_index import DeviceIndex
 from controller.cluster.fleet import Fleet
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_views import REPORT_TIMEOUT_SECONDS, UnreportedNodes, refusing_nodes, silent_nodes
+from controller.cluster.unheld_devices import UnheldDevices
 from controller.curation.disjoint_planner import DisjointPlanner
 from controller.curation.reservation import overdue_reservation
 from controller.demand.feasibility import Matching
@@ -62,7 +62,7 @@ class ClusterView:
 
     snapshot: Snapshot
     fleet: Fleet
-    devices: DeviceIndex
+    devices: UnheldDevices
     queue: Queue
     stale: str | None = None
     decided: Mapping[str, ClaimReason] | None = None
@@ -221,7 +221,7 @@ class ViewMaker:
     ) -> None:
         """Reads the cluster; raises as ``read_cluster``. ``settings``: as for ClusterReads."""
         self._client, self._settings = client, settings
-        self._builder, self._devices, self._matching = FleetBuilder(), DeviceIndex(), Matching(driver)
+        self._builder, self._devices, self._matching = FleetBuilder(), UnheldDevices(), Matching(driver)
         self.cache = ClusterCache(client, driver, wake)
         try:
             self.cache.load()

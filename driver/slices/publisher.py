@@ -1,4 +1,4 @@
-"""Publishes the node's ResourceSlices and restores them when anybody changes or deletes them."""
+"""Publishes the node's ResourceSlices in the order of ``SliceBuilder.build``; restores what anybody else changes."""
 
 from __future__ import annotations
 

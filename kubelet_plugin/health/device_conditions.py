@@ -9,8 +9,9 @@
     partition lost, release stuck (``reconcile``)    devices of the claim    the claim is repaired or released
     ``tessera cordon``                               GPU                     ``tessera uncordon``
 
-A device with a condition is published with a taint and offered to no new claim (``driver.slices.build``). In addition
-no device is offered of a GPU that does not respond or that another driver owns (``Inventory``).
+A device with a condition is published with a taint (``driver.slices.build``), and the controller does not offer it
+(``FleetGpu`` in ``controller.cluster.fleet``). In addition no device is offered of a GPU that does not respond or that
+another driver owns (``Inventory``).
 """
 
 from __future__ import annotations

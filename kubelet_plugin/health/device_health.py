@@ -33,7 +33,7 @@ from kubelet_plugin.health.device_conditions import (
     fault_of_event,
 )
 from kubelet_plugin.health.failed_preparations import FailedPreparations
-from kubelet_plugin.health.node_conditions import NodeConditions
+from kubelet_plugin.health.node_problems import NodeConditions
 from kubelet_plugin.health.recorded_faults import HealthFile, HealthRecord, RefusedChanges
 from kubelet_plugin.inventory.inventory import Inventory
 

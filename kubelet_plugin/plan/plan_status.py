@@ -33,7 +33,7 @@ from driver.model.plan import (
 from driver.slices.slice_names import Pool
 from kubelet_plugin.health.device_health import HealthMonitor
 from kubelet_plugin.health.failed_preparations import UNPREPARE
-from kubelet_plugin.health.node_conditions import NodeConditions
+from kubelet_plugin.health.node_problems import NodeConditions
 from kubelet_plugin.plan.follower import PlanFollower, Publication
 from kubelet_plugin.plan.mode import ModeChoice
 

@@ -18,7 +18,7 @@ from kubelet_plugin.changes import NodeEventSink
 from kubelet_plugin.checkpoint.files import write_atomically
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.health.device_health import HealthMonitor
-from kubelet_plugin.health.node_conditions import EVENT_REASONS
+from kubelet_plugin.health.node_problems import EVENT_REASONS
 
 log = logging.getLogger(__name__)
 

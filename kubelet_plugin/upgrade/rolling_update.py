@@ -31,7 +31,7 @@ from kubelet_plugin.api_writers import NODE_USER_AGENT
 from kubelet_plugin.app import NodePlugin, discovered_plugin
 from kubelet_plugin.checkpoint.records import check_readable
 from kubelet_plugin.dra.call_proxy import connect
-from kubelet_plugin.dra.sockets import PluginSockets
+from kubelet_plugin.dra.kubelet_sockets import PluginSockets
 from kubelet_plugin.inventory.open_hardware import open_host, require_driver_files
 from kubelet_plugin.settings import NodeSettings, plugin_socket
 from kubelet_plugin.upgrade.instance_lock import InstanceLock, is_listening, sibling_sockets

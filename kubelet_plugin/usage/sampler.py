@@ -1,4 +1,7 @@
-"""Samples the usage of every prepared claim, apart from preparing: a GPU that hangs costs a gap in its metrics only."""
+"""Samples the usage of every prepared claim, apart from preparing: a GPU that hangs costs a gap in its metrics only.
+
+``driver.model.usage`` computes the figures, ``kubelet_plugin.metrics.usage`` exports them.
+"""
 
 from __future__ import annotations
 

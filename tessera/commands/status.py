@@ -12,7 +12,7 @@ from typing import NamedTuple
 import click
 
 from tessera.cluster_options import ListOnceClient, access_of, with_driver_name, with_kubeconfig
-from tessera.status import installation, nodes, pending_claims, processes
+from tessera.status import installation, nodes, processes, stuck_claims
 from tessera.status.snapshot import NAMESPACE, CheckOutput, Listing, Problem, SnapshotReader, StatusSnapshot
 from tessera.tables_and_drawings import columns, counted, printable, show, with_output
 
@@ -62,12 +62,12 @@ CHECKS: Mapping[str, StatusCheck] = {
     "slices": StatusCheck(nodes.slices, (Listing.SLICES,)),
     "devices": StatusCheck(nodes.devices, (Listing.SLICES, Listing.CLAIMS)),
     "claims": StatusCheck(
-        pending_claims.pending,
+        stuck_claims.pending,
         (Listing.PENDING,),
         (Listing.EVENTS,),
     ),
-    "starts": StatusCheck(pending_claims.starts, (Listing.PENDING, Listing.PLANS)),
-    "releases": StatusCheck(pending_claims.releases, (Listing.PENDING,)),
+    "starts": StatusCheck(stuck_claims.starts, (Listing.PENDING, Listing.PLANS)),
+    "releases": StatusCheck(stuck_claims.releases, (Listing.PENDING,)),
     "health": StatusCheck(nodes.health, (Listing.SLICES,), (Listing.PLANS, Listing.PENDING)),
     "offers": StatusCheck(nodes.offers, (Listing.PLANS, Listing.SLICES)),
     "mode": StatusCheck(nodes.mode, (Listing.PLANS, Listing.SLICES), (Listing.LEASES,)),

@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from controller.app import LEASE
-from controller.decision.node_labels import LABEL_SETS, NODES
+from controller.decision.hardware_labels import LABEL_SETS, NODES
 from controller.fence.fence_probe import CANARY
 from driver.clock import wait_until
 from driver.errors import CONFLICT, FORBIDDEN, NOT_FOUND, ApiError, FatalError, accepted_status

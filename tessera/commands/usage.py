@@ -20,9 +20,9 @@ from tessera.status.snapshot import NAMESPACE
 from tessera.tables_and_drawings import columns, counted, printable, show, with_output
 from tessera.usage.advice import WHOLE, Advice
 from tessera.usage.advice import advise as advice_of
-from tessera.usage.history import geometries_of, read_history
 from tessera.usage.output import NOTHING_KNOWN, Style, as_csv, as_json, as_table, number
 from tessera.usage.pages import read_cluster, read_urls
+from tessera.usage.peak_usage import geometries_of, read_history
 from tessera.usage.prices import read_prices
 from tessera.usage.prometheus import Prometheus, check_labels, read_gpus, read_period
 from tessera.usage.report import KeyOf, summarize

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from controller.decision.node_labels import NVIDIA, OWN
+from controller.decision.hardware_labels import NVIDIA, OWN
 from driver.errors import FORBIDDEN, INVALID, ApiError
 from driver.kube.client import KubeClient, load_configuration
 from tests.harness.cluster import Cluster

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from controller.cluster.cache import ClusterCache
-from controller.cluster.device_index import DeviceIndex
 from controller.cluster.fleet import Fleet
 from controller.cluster.fleet_builder import FleetBuilder
+from controller.cluster.unheld_devices import UnheldDevices
 from controller.curation.counters_planner import CountersPlanner
-from controller.curation.wider_offers import WiderOffers
+from controller.curation.overdue_claims import OverdueClaims
 from controller.demand.demand import demand_of
 from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import Queue
@@ -127,7 +127,7 @@ class Decider:
         self._cache = cache
         self._fleet = Fleet.of([*node_of("a", gpus=2), *node_of("b", "mig-1g10gb-0", gpus=2, shares=4)])
         self._matching = Matching(DRIVER)
-        self._wider_offers = WiderOffers()
+        self._overdue_claims = OverdueClaims()
         self._curator = CountersPlanner(Ranking(Measure()), offers=2)
         self._builder = FleetBuilder()
 
@@ -135,12 +135,12 @@ class Decider:
         """What people see afterwards: of this fleet, and of the GPUs that nodes report."""
         seen = self._cache.snapshot()
         queue = Queue(seen.cluster, self._fleet, self._matching)
-        self._curator.curate(self._fleet, demand_of(queue, self._wider_offers.widened(queue)), (), ())
+        self._curator.curate(self._fleet, demand_of(queue, self._overdue_claims.widened(queue)), (), ())
         reasons = reasons_in(Situation(queue))
         reported = self._builder.build(seen.views, seen.changed)
         return (
-            ClusterView(seen, self._fleet, DeviceIndex(), queue, decided=reasons),
-            ClusterView(seen, reported, DeviceIndex(), Queue(seen.cluster, reported, self._matching)),
+            ClusterView(seen, self._fleet, UnheldDevices(), queue, decided=reasons),
+            ClusterView(seen, reported, UnheldDevices(), Queue(seen.cluster, reported, self._matching)),
         )
 
 

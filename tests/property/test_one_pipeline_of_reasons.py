@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from controller.curation.counters_planner import CountersPlanner
 from controller.curation.disjoint_planner import DisjointPlanner
+from controller.curation.overdue_claims import OverdueClaims
 from controller.curation.reservation import WAIT_SECONDS, Reservations
-from controller.curation.wider_offers import WiderOffers
 from controller.demand.demand import demand_of
 from controller.explain.pipeline import OVERDUE_SECONDS, ReasonFinder
 from controller.explain.reason import ReasonCode
@@ -103,12 +103,12 @@ def of_leader(view: ClusterView, mode: OfferMode) -> Said:
     """What the leader says in its decision after it has seen the same for a while."""
     clock = FakeClock()
     finder, reservations = ReasonFinder(OVERDUE_SECONDS, clock), Reservations(clock.monotonic)
-    wider_offers = WiderOffers(clock.monotonic)
+    overdue_claims = OverdueClaims(clock.monotonic)
     said: Said = {}
     for _ in range(3):
         plan = None
         if mode is OfferMode.DISJOINT:
-            turns, reserved = wider_offers.node_in_turn(view.queue), reservations.update(view.queue)
+            turns, reserved = overdue_claims.node_in_turn(view.queue), reservations.update(view.queue)
             chosen = DisjointPlanner(Ranking()).curate(view.queue, view.devices.offered, turns, reserved)
             offers = view.devices.offerable(chosen.offers, view.snapshot.plans)
             plan = DisjointPlan(chosen.by_claim or {}, view.devices.obstacles(offers, ()))

@@ -21,9 +21,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from controller.cluster.cache import _published
 from controller.cluster.claim_index import ClaimIndex, PoolDevice
-from controller.cluster.device_index import DeviceIndex
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_views import NodeView, NodeViews
+from controller.cluster.unheld_devices import UnheldDevices
 from controller.decision.withdraw_and_admit import first_offers
 from controller.decision.write_and_evict import Asked, HeldPublication, PlanSpecs
 from driver.kube.slice_types import ResourceSlice
@@ -311,7 +311,7 @@ class OneNode(RuleBasedStateMachine):
     def the_controller_decides(self, wanted: list[str]) -> None:
         view = self.view()
         of_view = changes_of([view])
-        fleet, devices = FleetBuilder().build([view], of_view), DeviceIndex()
+        fleet, devices = FleetBuilder().build([view], of_view), UnheldDevices()
         devices.update([view], of_view, fleet)
         plans = {"n1": self.plan} if self.plan.spec.epoch else {}
         fitting = {device.name: device.offer for entry in fleet for device in possible(entry)}

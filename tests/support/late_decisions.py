@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from controller.cluster.node_use_labels import DEDICATED_TO
+from controller.cluster.node_dedication import DEDICATED_TO
 from tests.bench.placement.measures import count_refusals
 from tests.support.faults import FaultyController, HeldScheduler, Point
 from tests.support.field import FULL, LARGE, MIDDLE, SMALL, Field

@@ -14,9 +14,9 @@ import msgspec
 
 from controller.cluster.cache import Snapshot
 from controller.cluster.claim_index import ClaimIndex, ClusterState
-from controller.cluster.device_index import DeviceIndex
 from controller.cluster.fleet_builder import SHARE, FleetBuilder
 from controller.cluster.node_views import NodeViews, PoolPart, PublishedSlice
+from controller.cluster.unheld_devices import UnheldDevices
 from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import Queue
 from controller.report.cluster_view import ClusterView
@@ -116,7 +116,7 @@ class MapCluster:
             taint_rules=tuple(situation.taint_rules),
         )
         snapshot = Snapshot(cluster, plans, views.all(), dict(views.incomplete), views.changes())
-        fleet, devices_ = FleetBuilder().build(snapshot.views, snapshot.changed), DeviceIndex()
+        fleet, devices_ = FleetBuilder().build(snapshot.views, snapshot.changed), UnheldDevices()
         devices_.update(snapshot.views, snapshot.changed, fleet)
         return ClusterView(snapshot, fleet, devices_, Queue(cluster, fleet, Matching(DRIVER)))
 

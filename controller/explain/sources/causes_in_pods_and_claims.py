@@ -18,6 +18,7 @@ from controller.demand.node_eligibility import Excluded, exclusion, selects
 from controller.demand.pending_claims import PendingClaim, Queue, claim_for, classes_by_resource
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.situation import Situation
+from controller.explain.sources.no_free_device_sentences import only_elsewhere
 from controller.explain.sources.scheduler_reports import (
     SchedulerActivity,
     age_of,
@@ -27,7 +28,6 @@ from controller.explain.sources.scheduler_reports import (
     reported,
 )
 from controller.explain.sources.selected_gpus import listed
-from controller.explain.sources.sentences import only_elsewhere
 from driver.clock import Clock
 from driver.kube.types import Claim, ClaimSpec, DeviceClaim, Key, Metadata, Node, Pod, PodResourceClaim
 

@@ -15,8 +15,8 @@ from controller.demand.node_eligibility import Excluded
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import DeviceRequest
 from controller.explain.reason import Reason, ReasonCode
+from controller.explain.sources.no_free_device_sentences import OF_OBSTACLE, only_elsewhere
 from controller.explain.sources.selected_gpus import OF_FAULT, Obstacle, listed, named_rule, untolerated
-from controller.explain.sources.sentences import OF_OBSTACLE, only_elsewhere
 from deviceclasses.lint.selectors.selectable_kinds import may_select_monitors
 from driver.kube.types import MAX_DEVICES, DeviceTaintRule, Pod
 from driver.model.device import Monitor, is_monitor

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.decision.node_labels import OWN
+from controller.decision.hardware_labels import OWN
 from deviceclasses.chart_classes import chart_classes
 from tessera.cli import main
 from tests.support.chart import (

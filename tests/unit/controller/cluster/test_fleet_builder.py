@@ -6,7 +6,7 @@ import pytest
 
 from controller.cluster.fleet import FleetGpu
 from controller.cluster.fleet_builder import FleetBuilder
-from controller.cluster.node_use_labels import Dedication
+from controller.cluster.node_dedication import Dedication
 from controller.cluster.node_views import NodeView
 from driver.model.offer import DeviceKind
 from driver.model.plan import GpuReport, Held, PlanStatus, encode_inventory

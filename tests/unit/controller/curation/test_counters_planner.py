@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from controller.cluster.device_index import DeviceIndex
 from controller.cluster.fleet import Fleet
+from controller.cluster.unheld_devices import UnheldDevices
 from controller.curation.counters_planner import CountersPlanner
 from controller.curation.ranked_fleet import RankedFleet
 from controller.demand.demand import Demand
@@ -139,10 +139,10 @@ def test_as_a_burst_grows_larger_kinds_leave_the_offers_that_smaller_claims_wait
 def test_offers_that_nodes_are_about_to_publish_are_not_chosen_anew() -> None:
     there = Situation([*node_of("a"), *node_of("b")])
     queue = there.wants(request(selector=profile("1g.10gb"))).queue
-    best, *_ = (offer for offer in CURATOR.plan(queue, DeviceIndex(), ()).offers if offer.spot.kind == SMALL)
+    best, *_ = (offer for offer in CURATOR.plan(queue, UnheldDevices(), ()).offers if offer.spot.kind == SMALL)
     for uuid in there.queue.feasibility.fleet.gpus:
         announced = Offer(uuid, best.spot)
-        assert announced in CURATOR.plan(queue, DeviceIndex(), [announced]).offers
+        assert announced in CURATOR.plan(queue, UnheldDevices(), [announced]).offers
 
 
 def test_where_offers_for_different_kinds_do_not_fit_together_each_kind_has_its_own() -> None:

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from controller.cluster.claim_index import PoolDevice
-from controller.cluster.device_index import DeviceIndex
 from controller.cluster.node_views import NodeView
+from controller.cluster.unheld_devices import UnheldDevices
 from controller.curation.offer_mode import decide_offer_mode
 from controller.decision.withdraw_and_admit import first_offers
 from controller.decision.write_and_evict import HeldPublication
@@ -121,7 +121,7 @@ A_HELD = {"gpu-0-mig-1g10gb-4": Held("gpu-0-mig-1g10gb-4", "team/train")}
 
 def test_only_first_offers_of_a_node_and_of_gpus_that_slices_lack_may_meet_held_devices_that_are_unpublished() -> None:
     def found(publish_held: PublishHeld, *offered: str, seen: NodeView) -> set[Offer]:
-        fleet, devices = fleet_of(seen), DeviceIndex()
+        fleet, devices = fleet_of(seen), UnheldDevices()
         devices.update([seen], changes([seen]), fleet)
         plan = GpuNodePlan(PlanMetadata("n1"), PlanSpec(offers=tuple(map(str, offered)), publish_held=publish_held))
         return set(first_offers([offer(SMALL)], fleet, devices, {"n1": plan}))
@@ -134,4 +134,4 @@ def test_only_first_offers_of_a_node_and_of_gpus_that_slices_lack_may_meet_held_
         found(beside, str(offer(OTHER)), seen=replace(view(), held=A_HELD, published=dict.fromkeys(A_HELD, 1))) == set()
     )
     assert found(PublishHeld.ALWAYS, seen=view()) == set()
-    assert first_offers([offer(SMALL)], fleet_of(view()), DeviceIndex(), {}) == {}
+    assert first_offers([offer(SMALL)], fleet_of(view()), UnheldDevices(), {}) == {}

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from controller.cluster.claim_index import PoolDevice
-from controller.cluster.device_index import DeviceIndex
 from controller.cluster.fleet_builder import FleetBuilder
-from controller.cluster.node_use_labels import Dedication
+from controller.cluster.node_dedication import Dedication
 from controller.cluster.node_views import NodeView
+from controller.cluster.unheld_devices import UnheldDevices
 from controller.decision.plan_writer import (
     CONFLICT_RETRY_SECONDS,
     LAZY_WRITE_DELAY_SECONDS,
@@ -91,8 +91,8 @@ def test_a_listed_device_is_listed_whether_it_is_offered_or_not() -> None:
     assert (found.offers, found.listed) == ((str(small),), (str(other), str(small)))
 
 
-def index_of(node: NodeView) -> DeviceIndex:
-    found = DeviceIndex()
+def index_of(node: NodeView) -> UnheldDevices:
+    found = UnheldDevices()
     found.update([node], changes([node]), fleet_of(node))
     return found
 

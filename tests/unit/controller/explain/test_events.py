@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from controller.cluster.fleet import Fleet
-from controller.cluster.node_use_labels import DEDICATED_TO
+from controller.cluster.node_dedication import DEDICATED_TO
 from controller.explain.events import EventReporter, written_events
 from controller.explain.pipeline import NOT_EXAMINED
 from controller.explain.reason import ClaimReason, ReasonCode

@@ -288,7 +288,7 @@ def test_the_node_plugin_loads_nothing_that_it_has_no_use_for(account: Path, aut
     path = kubeconfig(account, authority, {"token": "mine"}) if source == "kubeconfig" else None
     script = (
         "import sys; from pathlib import Path; from tessera.cli import main; main.get_command(None, 'node')\n"
-        "import kubelet_plugin.app, driver.shutdown, kubelet_plugin.checkpoint.files, driver.simulator.node\n"
+        "import kubelet_plugin.app, driver.process_exit, kubelet_plugin.checkpoint.files, driver.simulator.node\n"
         "from driver.kube import credentials\n"
         f"credentials.SERVICE_ACCOUNT = Path({str(account)!r})\n"
         f"path = {str(path)!r} if {path is not None} else None\n"

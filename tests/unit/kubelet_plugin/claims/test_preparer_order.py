@@ -11,9 +11,9 @@ import pytest
 from driver.errors import ApiError, ClaimError, HardwareError
 from driver.simulator import nvml_base
 from driver.step_observer import Moment
+from kubelet_plugin.dra.kubelet_sockets import SocketServer
 from kubelet_plugin.dra.protocol.generated import dra_v1_pb2
 from kubelet_plugin.dra.service import DraService
-from kubelet_plugin.dra.sockets import SocketServer
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.step_names import NodeStep
 from tests.support.care import Care

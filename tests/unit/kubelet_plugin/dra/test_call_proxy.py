@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from kubelet_plugin.dra.call_proxy import CALLS, CallProxy, connect
-from kubelet_plugin.dra.sockets import SocketServer
+from kubelet_plugin.dra.kubelet_sockets import SocketServer
 from tests.harness.waiting import wait_for
 
 METHOD = min(CALLS)

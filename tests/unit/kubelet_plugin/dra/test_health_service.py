@@ -15,9 +15,9 @@ import pytest
 
 from driver.model.device import Device
 from kubelet_plugin.dra.health_service import MAX_STREAMS, MESSAGE_LIMIT, HealthService
+from kubelet_plugin.dra.kubelet_sockets import PARALLEL_CALLS, STOP_TIMEOUT_SECONDS, SocketServer
 from kubelet_plugin.dra.protocol.generated import dra_health_v1_pb2, dra_health_v1alpha1_pb2, dra_v1_pb2
 from kubelet_plugin.dra.service import DraService
-from kubelet_plugin.dra.sockets import PARALLEL_CALLS, STOP_TIMEOUT_SECONDS, SocketServer
 from tests.support.health import HealthUnderTest
 from tests.support.kubelet import DraClient
 from tests.support.node import NodeUnderTest

@@ -16,11 +16,11 @@ import pytest
 
 from driver.errors import ClaimError, EnvironmentFault
 from kubelet_plugin.claims.preparer import PreparedDevice, Preparer
-from kubelet_plugin.dra import sockets
+from kubelet_plugin.dra import kubelet_sockets
+from kubelet_plugin.dra.kubelet_sockets import Registry, SocketServer
 from kubelet_plugin.dra.protocol.generated import dra_v1_pb2
 from kubelet_plugin.dra.protocol.generated import registration_v1_pb2 as registration_messages
 from kubelet_plugin.dra.service import ClaimObserver, DraService
-from kubelet_plugin.dra.sockets import Registry, SocketServer
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.settings import node_settings
 from tests.harness.waiting import wait_for
@@ -290,7 +290,7 @@ def kubelet_dir() -> Iterator[Path]:
 def test_a_kubelet_that_never_comes_is_told_of_once(
     kubelet_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sockets, "REGISTRATION_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr(kubelet_sockets, "REGISTRATION_TIMEOUT_SECONDS", 0.05)
     heard = Registered()
     registry = Registry(node_settings(node_name="n1", kubelet_dir=kubelet_dir), heard)
     eventually(lambda: f"{UNHEARD} {kubelet_dir}? (--kubelet-dir)" in caplog.text, "it is told")

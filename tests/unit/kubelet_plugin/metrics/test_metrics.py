@@ -22,7 +22,7 @@ from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks, LockTimeou
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.health.device_health import GPU_UNHEALTHY
-from kubelet_plugin.health.node_conditions import NodeConditions
+from kubelet_plugin.health.node_problems import NodeConditions
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.metrics.metrics import Metrics, NodeGauges
 from kubelet_plugin.metrics.metrics_interface import failure_kind

@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kubelet_plugin.claims.preparer import PreparedDevice, Preparer
+from kubelet_plugin.dra.kubelet_sockets import SocketServer
 from kubelet_plugin.dra.protocol.generated import dra_v1_pb2
 from kubelet_plugin.dra.service import DraService
-from kubelet_plugin.dra.sockets import SocketServer
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.reconcile.background_work import QUIET_PERIOD_SECONDS, ClaimActivity
 from tests.support.kubelet import DraClient

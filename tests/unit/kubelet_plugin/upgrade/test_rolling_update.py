@@ -21,7 +21,7 @@ from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING
 from driver.kube.get_and_list import RESOURCE_GROUP
 from driver.kube.lease import leases
 from driver.model.gpu import MigMode
-from kubelet_plugin.dra.sockets import PluginSockets
+from kubelet_plugin.dra.kubelet_sockets import PluginSockets
 from kubelet_plugin.inventory.open_hardware import open_host
 from kubelet_plugin.settings import node_settings, plugin_socket
 from kubelet_plugin.upgrade import rolling_update

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from controller.cluster.node_use_labels import UseLabel
+from controller.cluster.node_dedication import UseLabel
 from controller.explain.pipeline import NOT_EXAMINED, ReasonFinder
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.situation import Situation as Now

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from controller.cluster.node_use_labels import DEDICATED_TO, UNDEDICATED, Dedication, dedication_of, faults_in
+from controller.cluster.node_dedication import DEDICATED_TO, UNDEDICATED, Dedication, dedication_of, faults_in
 
 GPUS = range(8)
 

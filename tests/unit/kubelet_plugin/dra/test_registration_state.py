@@ -7,8 +7,8 @@ import math
 import pytest
 
 from kubelet_plugin.changes import ChangeNotifier
-from kubelet_plugin.dra.registration import Registration
-from kubelet_plugin.health.node_conditions import NodeConditions
+from kubelet_plugin.dra.registration_state import Registration
+from kubelet_plugin.health.node_problems import NodeConditions
 from tests.support.clock import FakeClock
 
 

@@ -36,8 +36,8 @@ from driver.model.plan import (
     encode_inventory,
 )
 from tessera.commands.status import as_text
-from tessera.status.pending_claims import ADVICE
 from tessera.status.snapshot import StatusSnapshot
+from tessera.status.stuck_claims import ADVICE
 from tests.support.gpus import gpu_of
 from tests.unit.tessera.status.test_checks import (
     NODE,

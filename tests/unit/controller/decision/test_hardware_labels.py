@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.cluster.fleet import Fleet, FleetGpu
-from controller.decision.node_labels import LABEL_SETS, NVIDIA, OWN, LabelSet, NodeLabels, label_value
+from controller.decision.hardware_labels import LABEL_SETS, NVIDIA, OWN, LabelSet, NodeLabels, label_value
 from driver.errors import FORBIDDEN, ApiError
 from driver.kube.client import KubeClient
 from driver.kube.types import Metadata, Node

@@ -32,7 +32,7 @@ class ComparedPlan(NamedTuple):
     unpublished: frozenset[Offer] = frozenset()
 
 
-class DeviceIndex:
+class UnheldDevices:
     """The published devices of all nodes that no claim holds.
 
     ``free`` are all of them, by offer; ``offered`` those that new claims can be allocated; ``managed`` those on nodes

@@ -27,7 +27,7 @@ class TakenSize(StrEnum):
     WHOLE = "whole"
 
 
-class LargerDevices:
+class LargerDevicesTaken:
     """Counts them. ``note`` may be called by another thread than ``update``."""
 
     def __init__(self) -> None:

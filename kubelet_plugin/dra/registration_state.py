@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from driver.model.plan import NodeConditionType
-from kubelet_plugin.health.node_conditions import NodeConditions
+from kubelet_plugin.health.node_problems import NodeConditions
 
 WIPE_TIMEOUT_SECONDS = 5.0
 """How long slices that have all been deleted wait for a registration: a kubelet deletes them in the background when it

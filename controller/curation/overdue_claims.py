@@ -55,7 +55,7 @@ class LackingSince:
     requirements: object
 
 
-class WiderOffers:
+class OverdueClaims:
     """Remembers since when claims are pending; a new leader starts from zero."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -7,7 +7,7 @@ import sys
 
 LATE_START = """
 import logging, threading, time
-from driver.shutdown import leave
+from driver.process_exit import leave
 
 go, begun, start = threading.Event(), threading.Event(), threading._start_new_thread
 
@@ -36,11 +36,11 @@ def test_a_thread_that_is_just_being_started_is_waited_for_as_any_other() -> Non
 
 HANGING = """
 import logging, threading
-from driver import shutdown
+from driver import process_exit
 
-shutdown.EXIT_TIMEOUT_SECONDS = 0.1
+process_exit.EXIT_TIMEOUT_SECONDS = 0.1
 threading.Thread(target=threading.Event().wait, name="nvml").start()
-shutdown.leave(logging.getLogger())
+process_exit.leave(logging.getLogger())
 print("left")
 """
 

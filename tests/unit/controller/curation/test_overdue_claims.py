@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.curation.wider_offers import (
+from controller.curation.overdue_claims import (
     BURST_SECONDS,
     MAX_CLAIMS,
     MAX_DEFERRAL_SECONDS,
@@ -17,7 +17,7 @@ from controller.curation.wider_offers import (
     PAUSE_SECONDS,
     TURN_SECONDS,
     WIDE_SECONDS,
-    WiderOffers,
+    OverdueClaims,
 )
 from controller.demand.demand import demand_of
 from driver.kube.types import Pod
@@ -44,12 +44,12 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def patience(clock: FakeClock) -> WiderOffers:
-    return WiderOffers(clock.monotonic)
+def patience(clock: FakeClock) -> OverdueClaims:
+    return OverdueClaims(clock.monotonic)
 
 
 def test_a_claim_that_is_refused_for_long_gets_everything_that_would_do(
-    patience: WiderOffers, clock: FakeClock
+    patience: OverdueClaims, clock: FakeClock
 ) -> None:
     there = waiting()
     assert patience.widened(there.queue) == {}
@@ -59,7 +59,7 @@ def test_a_claim_that_is_refused_for_long_gets_everything_that_would_do(
     assert any(each.all_devices and each.kind == FULL_KEY for each in demand_of(there.queue, widened))
 
 
-def test_nodes_where_its_pod_may_run_come_first_and_the_others_later(patience: WiderOffers, clock: FakeClock) -> None:
+def test_nodes_where_its_pod_may_run_come_first_and_the_others_later(patience: OverdueClaims, clock: FakeClock) -> None:
     there = waiting(nodeSelector={"pool": "training"})
     there.node("a", {"pool": "training"})
     patience.widened(there.queue)
@@ -78,7 +78,7 @@ def test_nodes_where_its_pod_may_run_come_first_and_the_others_later(patience: W
     ],
 )
 def test_nobody_gets_wider_offers_that_could_not_help(
-    patience: WiderOffers, clock: FakeClock, there: Situation
+    patience: OverdueClaims, clock: FakeClock, there: Situation
 ) -> None:
     for _ in range(10):
         assert patience.widened(there.queue) == {}
@@ -86,7 +86,7 @@ def test_nobody_gets_wider_offers_that_could_not_help(
 
 
 def test_where_wider_offers_do_not_help_they_end_and_the_next_try_is_later(
-    patience: WiderOffers, clock: FakeClock
+    patience: OverdueClaims, clock: FakeClock
 ) -> None:
     there = waiting()
     patience.widened(there.queue)
@@ -99,7 +99,7 @@ def test_where_wider_offers_do_not_help_they_end_and_the_next_try_is_later(
     assert lengths[4][1] >= 2 * PAUSE_SECONDS - OVERDUE_AFTER_SECONDS
 
 
-def test_while_others_of_its_burst_are_served_nobody_loses_patience(patience: WiderOffers, clock: FakeClock) -> None:
+def test_while_others_of_its_burst_are_served_nobody_loses_patience(patience: OverdueClaims, clock: FakeClock) -> None:
     there = waiting()
     for number in range(5):
         there.wants(request(selector=profile("1g.10gb")), name=f"other-{number}", status=refused(""))
@@ -113,7 +113,7 @@ def test_while_others_of_its_burst_are_served_nobody_loses_patience(patience: Wi
 
 
 def test_a_claim_that_later_ones_overtake_gets_wider_offers_while_they_are_served(
-    patience: WiderOffers, clock: FakeClock
+    patience: OverdueClaims, clock: FakeClock
 ) -> None:
     there = waiting()
     assert patience.widened(there.queue) == {}
@@ -125,7 +125,7 @@ def test_a_claim_that_later_ones_overtake_gets_wider_offers_while_they_are_serve
     assert "default/claim" in patience.widened(there.queue)
 
 
-def test_others_that_are_served_put_off_nobody_for_long(patience: WiderOffers, clock: FakeClock) -> None:
+def test_others_that_are_served_put_off_nobody_for_long(patience: OverdueClaims, clock: FakeClock) -> None:
     there = waiting()
     for number in range(20):
         there.wants(request(selector=FULL), name=f"other-{number}", status=refused())
@@ -137,7 +137,7 @@ def test_others_that_are_served_put_off_nobody_for_long(patience: WiderOffers, c
     assert widened.index(True) <= (MAX_DEFERRAL_SECONDS + OVERDUE_AFTER_SECONDS) / (OVERDUE_AFTER_SECONDS - 0.5) + 1
 
 
-def test_claims_that_ask_for_the_same_keep_no_others_from_their_turn(patience: WiderOffers, clock: FakeClock) -> None:
+def test_claims_that_ask_for_the_same_keep_no_others_from_their_turn(patience: OverdueClaims, clock: FakeClock) -> None:
     there = waiting()
     for number in range(2 * MAX_CLAIMS):
         there.wants(request(selector=FULL), name=f"alike-{number}", status=refused())
@@ -148,7 +148,7 @@ def test_claims_that_ask_for_the_same_keep_no_others_from_their_turn(patience: W
 
 
 def test_of_many_nodes_only_some_at_a_time_offer_everything_and_all_in_turn(
-    patience: WiderOffers, clock: FakeClock
+    patience: OverdueClaims, clock: FakeClock
 ) -> None:
     names = {f"n{number}" for number in range(3 * MAX_NODES)}
     there = Situation([gpu for name in names for gpu in node_of(name, gpus=1)])
