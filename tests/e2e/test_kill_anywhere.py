@@ -18,7 +18,7 @@ from kubelet_plugin.step_names import NodeStep
 from tests.harness.cluster import Cluster
 from tests.support.chart import install
 from tests.support.control_plane import control_plane
-from tests.support.kill_matrix import SCENARIOS, Case, Scenario, kill, quick, watch
+from tests.support.kill_matrix import OF_MAKE_TEST, SCENARIOS, Case, Scenario, kill, one_of_each, watch
 from tests.support.kill_node import KillNode
 from tests.support.killable import zygote
 
@@ -76,30 +76,31 @@ def nodes(cluster: Cluster) -> Iterator[Nodes]:
         yield Nodes(found)
 
 
-@pytest.fixture(scope="module")
-def cases(nodes: Nodes) -> list[Case]:
-    """Every kill there is, found by letting each scenario happen once unharmed."""
-    return nodes.each(watch, SCENARIOS)
-
-
 def killed(nodes: Nodes, cases: Iterable[Case]) -> None:
     failures = nodes.each(kill, cases)
     told = "\n\n".join(failures[:SHOWN])
     assert not failures, f"{len(failures)} kills did harm, among them:\n\n{told}"
 
 
-def test_every_step_is_met_by_a_scenario(cases: list[Case], record_property: Callable[[str, object], None]) -> None:
-    counts = f"{sum(map(quick, cases))} kills in make test, {len(cases)} in make test-all"
-    record_property("said in the end", f"kill matrix: {counts}")
-    assert {case.point.step for case in cases} == set(NodeStep)
-    assert {case.point.step for case in cases if quick(case)} == set(NodeStep)
+@pytest.fixture(scope="module")
+def quick_cases(nodes: Nodes) -> list[Case]:
+    """A kill before and one after each step, found by letting scenarios happen once unharmed."""
+    return one_of_each(nodes.each(watch, OF_MAKE_TEST))
 
 
-@pytest.mark.parametrize("scenario", [each for each in SCENARIOS if each.quick], ids=str)
-def test_a_plugin_killed_at_a_step_loses_and_leaks_nothing(nodes: Nodes, cases: list[Case], scenario: Scenario) -> None:
-    killed(nodes, [case for case in cases if case.scenario is scenario and quick(case)])
+def test_every_step_is_met_by_a_scenario(quick_cases: list[Case]) -> None:
+    assert {case.point.step for case in quick_cases} == set(NodeStep)
+
+
+def test_a_plugin_killed_before_or_after_a_step_loses_and_leaks_nothing(nodes: Nodes, quick_cases: list[Case]) -> None:
+    killed(nodes, quick_cases)
 
 
 @pytest.mark.slow
-def test_a_plugin_killed_at_any_other_point_loses_and_leaks_nothing(nodes: Nodes, cases: list[Case]) -> None:
-    killed(nodes, [case for case in cases if not quick(case)])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_a_plugin_killed_at_any_point_loses_and_leaks_nothing(
+    nodes: Nodes, scenario: Scenario, record_property: Callable[[str, object], None]
+) -> None:
+    cases = nodes.each(watch, [scenario])
+    record_property("said in the end", f"kill matrix: {len(cases)} kills in {scenario}")
+    killed(nodes, cases)

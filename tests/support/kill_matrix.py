@@ -46,7 +46,6 @@ class Deed:
     ``whole``: what is prepared is whole when the plugin is killed, so that it is before the kubelet asks again, too.
     ``heals``: nobody asks, the plugin makes everything right by itself, soon after its start.
     ``cut``: ``prepare`` ends with a kill, so that slices may be written before it or in ``act``.
-    ``basic``: in ``make test`` with every shape.
     """
 
     name: str
@@ -57,19 +56,12 @@ class Deed:
     whole: bool = True
     heals: bool = False
     cut: bool = False
-    basic: bool = False
 
 
 @dataclass(frozen=True)
 class Scenario:
     shape: Shape
     deed: Deed
-
-    @property
-    def quick(self) -> bool:
-        """Whether it is in ``make test``: of what is not basic only one shape is, and what shares have of their own."""
-        shares = self.shape.name == "shares" and self.deed.name == "unprepare"
-        return self.deed.basic or self.shape.name == "MIG" or shares
 
     def __str__(self) -> str:
         return f"{self.deed.name}, {self.shape.name}"
@@ -143,7 +135,7 @@ def _meddle_and_start(node: KillNode) -> None:
 
 
 DEEDS = (
-    Deed("first prepare", _nothing, _prepare, basic=True),
+    Deed("first prepare", _nothing, _prepare),
     Deed("first prepare, given up", _nothing, _prepare, given_up=True),
     Deed("repeat", _prepare, _prepare),
     Deed("repeat after a reboot", _prepare_and_reboot, _prepare, whole=False),
@@ -157,13 +149,20 @@ DEEDS = (
 
 SCENARIOS = tuple(Scenario(shape, deed) for deed in DEEDS for shape in SHAPES)
 
+OF_MAKE_TEST = tuple(
+    scenario
+    for scenario in SCENARIOS
+    if scenario.shape.name == "MIG" or (scenario.shape.name, scenario.deed.name) == ("shares", "unprepare")
+)
+"""One shape, and what shares have of their own: together they come to every step."""
+
 TOLD = ("write-slice", "delete-slice", "write-status")
 """Steps after the answer. How often they come depends on how quickly changes follow each other."""
 
 
-def quick(case: Case) -> bool:
-    """Whether the case is in ``make test``: a step that comes several times is killed in once there."""
-    return case.scenario.quick and case.point.number == 1
+def one_of_each(cases: Sequence[Case]) -> list[Case]:
+    """One case before and one after each step."""
+    return list({(case.point.step, case.point.moment): case for case in reversed(cases)}.values())
 
 
 def watch(node: KillNode, scenario: Scenario) -> list[Case]:
