@@ -24,7 +24,7 @@ WORKERS = $(shell echo $$(($$(nproc) + 1)))
 WITHOUT_CLUSTER = TESSERA_EXAMPLES=fast PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(RUN)/pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-54 demo-curation demo-usage demo-helm image test test-all test-fast test-unit test-cluster test-smoke test-versions lint format size bench trace-prepare trace-decision bench-placement bench-refresh bench-fleet bench-trace bench-scale bench-versions integration fuzz soak \
+.PHONY: help demo demo-54 demo-curation demo-usage demo-helm image test test-all test-fast test-core test-unit test-cluster test-smoke test-versions lint format size bench trace-prepare trace-decision bench-placement bench-refresh bench-fleet bench-trace bench-scale bench-versions integration fuzz soak \
 	conformance conformance-allocator conformance-reasons conformance-upstream manifests cluster-up cluster-down binaries env lock protocol clean
 
 help: ## show this list
@@ -51,7 +51,7 @@ image: ## build the container image as an OCI archive in the cache, without a Do
 	@$(MAKE) -s env >&2
 	@$(RUN)/python -m tests.image --cache $(CACHE)
 
-test: lint test-unit test-cluster test-smoke ## run lint and all tests except the slow ones, also on the real cluster (45 minutes on 2 cores with a warm cache)
+test: lint test-fast test-core test-smoke ## run lint, the quick tests and the core of the cluster tests (10 minutes on 2 cores with a warm cache, root)
 
 test-all: lint binaries ## run lint and all tests, including the slow ones
 	@$(RUN)/python -m tests.harness preflight --mend
@@ -67,7 +67,11 @@ test-fast: env ## run the quick tests that need no cluster (1 minute)
 test-unit: env ## run all tests that need no cluster, except the slow ones (7 minutes on 2 cores)
 	$(WITHOUT_CLUSTER) -m "not cluster and not slow"
 
-test-cluster: binaries ## run the tests on the real local cluster and check that no process has unused permissions (root)
+test-core: binaries ## run the core of the tests on the real local cluster (7 minutes on 2 cores, root)
+	@$(RUN)/python -m tests.harness preflight --mend
+	$(RUN)/pytest -n 3 --dist loadscope -m "cluster and core and not slow"
+
+test-cluster: binaries ## run the tests on the real local cluster, except the slow ones, and check that no process has unused permissions (35 minutes on 2 cores, root)
 	@$(RUN)/python -m tests.harness preflight --mend
 	@rm -rf $(AUDIT) && mkdir -m 700 $(AUDIT)
 	TESSERA_AUDIT_DIR=$(AUDIT) $(RUN)/pytest -n 3 --dist loadscope -m "cluster and not slow"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
@@ -46,6 +47,7 @@ class FencedDevices:
         self._clock = clock
         self._lock = threading.Lock()
         self._version = ""
+        self._read_at = -math.inf
         self.devices: dict[PoolDevice, float] = {}
         """When each was fenced. To look one up takes no lock, which is held over requests."""
 
@@ -53,6 +55,20 @@ class FencedDevices:
         """Read the ConfigMap; the age of new entries counts from now. Raises ApiError."""
         with self._lock:
             self._load()
+
+    def reread(self, seconds: float) -> bool:
+        """Read the ConfigMap if it was read or written that long ago; returns whether it has more entries than known.
+
+        One that was deleted keeps its entries here: the next write restores them.
+        """
+        with self._lock:
+            if self._clock.monotonic() - self._read_at < seconds:
+                return False
+            stored, before = self._client.find(f"{self._folder}/{FENCE}"), self.devices.keys()
+            if stored is not None:
+                self._remember(stored)
+            self._read_at = self._clock.monotonic()
+            return not self.devices.keys() <= before
 
     def add(self, devices: Collection[PoolDevice]) -> None:
         """Fence at most MAX_ENTRIES devices; the oldest others are dropped if there would be more in all."""
@@ -116,6 +132,7 @@ class FencedDevices:
         devices = read(stored.get("data") or {})
         now = self._clock.monotonic()
         self.devices = {device: self.devices.get(device, now) for device in devices}
+        self._read_at = now
         self._version = stored.get("metadata", {}).get("resourceVersion", "")
 
 

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Collection
 
 from controller.cluster.claim_index import PoolDevice
-from controller.fence.fence import Fence
+from controller.fence.fence import REREAD_SECONDS, Fence
 from controller.step_names import Observer, Step
+from driver.clock import soonest
 from driver.kube.work_loop import Loop
 from driver.step_observer import observed, unobserved
 
@@ -24,7 +25,8 @@ URGENT_COALESCE_SECONDS = 0.02
 
 
 class Withdrawals:
-    """Thread-safe; ``loop`` fences. ``on_change`` is called when a device may be withdrawn; it must return quickly.
+    """Thread-safe; ``loop`` fences. ``on_change`` is called when a device may be withdrawn, or is fenced though
+    nobody here has fenced it; it must return quickly.
 
     An unwanted device first stays published for ``linger_s``. Its taint prevents new decisions meanwhile, and earlier
     ones are written, so that the fence hardly ever refuses one; and most devices are wanted again by then, or are
@@ -49,7 +51,7 @@ class Withdrawals:
         self._urgent: set[PoolDevice] = set()
         self._batch: set[PoolDevice] = set()
         self._withdrawn: set[PoolDevice] = set()
-        self.loop = Loop("withdrawing offers", self._take_back, URGENT_COALESCE_SECONDS)
+        self.loop = Loop("withdrawing offers", self._turn, URGENT_COALESCE_SECONDS)
 
     def decide(
         self,
@@ -76,6 +78,12 @@ class Withdrawals:
         if todo:
             self.loop.notify_within(0.0 if at_once else COALESCE_SECONDS)
         return withdrawn
+
+    def _turn(self) -> float | None:
+        due_s = self._take_back()
+        if self._fence.reread():
+            self._on_change()
+        return soonest(due_s, REREAD_SECONDS)
 
     def _take_back(self) -> float | None:
         """Fence the devices that are due. Returns seconds until the next is due."""

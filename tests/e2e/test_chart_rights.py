@@ -13,7 +13,7 @@ from tests.harness.node import NodeError
 from tests.support.chart import Values, rendered
 from tests.support.workloads import RUNNING_S, SLEEP
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.core, pytest.mark.timeout(240)]
 
 HERE = "tessera"
 PODS = f"/api/v1/namespaces/{HERE}/pods"

@@ -11,7 +11,7 @@ from tests.conformance.reasons.__main__ import check
 from tests.harness.cluster import Cluster
 from tests.support.control_plane import control_plane
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.core, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tests.support.controller import ControllerProcess, plugins
 from tests.support.plugin import PluginFlags, PluginProcess
 from tests.support.scheduling import Scheduling, asked
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300), pytest.mark.needs("shared counters")]
+pytestmark = [pytest.mark.cluster, pytest.mark.core, pytest.mark.timeout(300), pytest.mark.needs("shared counters")]
 
 SMALL, TRAINING = "gpu-inference-1g-10gb", "gpu-training"
 EVERYTHING = 208

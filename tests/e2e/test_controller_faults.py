@@ -20,7 +20,7 @@ from tests.support.field import FULL, LARGE, MIDDLE, SERVED_S, SMALL, SOON_S, Fi
 from tests.support.partition import Wire
 from tests.support.slow_watches import SlowWatches
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.core, pytest.mark.timeout(900)]
 
 BEYOND_K = 3
 """One more than is offered while nobody waits: the third needs a controller."""

@@ -91,6 +91,7 @@ def claim(scheduler: KubeClient, request: pytest.FixtureRequest) -> Iterator[dic
     scheduler.delete(f"{CLAIMS}/wanted")
 
 
+@pytest.mark.core
 @pytest.mark.smoke
 def test_a_fenced_device_is_refused_with_a_reason_and_an_unfenced_one_is_not(
     fence: Fence, scheduler: KubeClient, claim: dict[str, Any]
@@ -103,6 +104,7 @@ def test_a_fenced_device_is_refused_with_a_reason_and_an_unfenced_one_is_not(
     assert allocate(scheduler, claim, C)["status"]["allocation"]["devices"]["results"][0]["device"] == "gpu-2"
 
 
+@pytest.mark.core
 @pytest.mark.smoke
 def test_what_was_allocated_before_can_be_reserved_reported_and_given_back(
     fence: Fence, scheduler: KubeClient, claim: dict[str, Any], controller: KubeClient
@@ -149,6 +151,7 @@ def policy_status(cluster: Cluster) -> dict[str, Any]:
     return status
 
 
+@pytest.mark.core
 def test_the_policy_has_no_fault_that_the_api_server_could_find(cluster: Cluster, fence: Fence) -> None:
     def checked() -> dict[str, Any]:
         return {"found": status["typeChecking"]} if "typeChecking" in (status := policy_status(cluster)) else {}
@@ -223,6 +226,7 @@ def race(
     assert (outcome.overlaps == 0) == fenced
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "not fenced"])
 def test_no_device_is_both_withdrawn_and_allocated(
     fence: Fence, scheduler: KubeClient, controller: KubeClient, claims: ClaimsCache, fenced: bool
@@ -254,6 +258,7 @@ def unpublishing(
     assert outcome.overlaps == outcome.refused_by_node == 0
 
 
+@pytest.mark.core
 def test_no_memory_is_given_out_twice_when_gpus_are_unpublished_and_come_back(
     scheduler: KubeClient, controller: KubeClient, claims: ClaimsCache
 ) -> None:

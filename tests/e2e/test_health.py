@@ -84,6 +84,7 @@ def test_an_unhealthy_gpu_is_offered_to_nobody_until_it_is_reset(faulty: PluginP
     wait_for(offered, SEEN_S, "it is offered again")
 
 
+@pytest.mark.core
 @pytest.mark.needs("device taints")
 def test_a_fatal_xid_taints_its_gpu_survives_a_restart_and_ends_with_a_reset(faulty: PluginProcess) -> None:
     faulty.fault("xid", "13", "--gpu", "1")  # an application's: it would show as soon as the other
@@ -120,6 +121,7 @@ def test_new_pods_pass_by_an_unhealthy_gpu_until_an_operator_has_dealt_with_it(
         operator(faulty, "uncordon", str(gpu))
 
 
+@pytest.mark.core
 @pytest.mark.needs("device taints")
 def test_new_pods_run_elsewhere_while_a_gpu_refuses_to_be_cut_and_it_is_used_again_when_it_obeys(
     faulty: PluginProcess, workloads: Workloads

@@ -22,7 +22,7 @@ from tests.support.kill_matrix import OF_MAKE_TEST, SCENARIOS, Case, Scenario, k
 from tests.support.kill_node import KillNode
 from tests.support.killable import zygote
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900), pytest.mark.needs("shared counters")]
+pytestmark = [pytest.mark.cluster, pytest.mark.core, pytest.mark.timeout(900), pytest.mark.needs("shared counters")]
 
 NODES = 3
 """Plugins that are killed side by side; each waits for the API server most of the time."""

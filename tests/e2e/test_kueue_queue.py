@@ -19,7 +19,7 @@ from tests.support.plugin import PluginFlags, PluginProcess
 from tests.support.scheduling import Scheduling, asked
 from tests.support.workloads import TEMPLATES
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300), pytest.mark.needs("shared counters")]
+pytestmark = [pytest.mark.cluster, pytest.mark.core, pytest.mark.timeout(300), pytest.mark.needs("shared counters")]
 
 SMALL, FULL = "gpu-inference-1g-10gb", "gpu-training"
 SOON_S = 60.0

@@ -10,7 +10,7 @@ from tests.harness.waiting import wait_for
 from tests.support.plugin import PluginProcess
 from tests.support.workloads import CLAIMS, Workloads, request
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.core, pytest.mark.timeout(300)]
 
 SMALL, LARGE, FULL = "gpu-inference-1g-10gb", "gpu-inference-3g-40gb", "gpu-training"
 

@@ -16,7 +16,7 @@ from tests.support.control_plane import control_plane
 from tests.support.plugin import DRIVER
 from tests.support.workloads import CLAIMS, PROJECT, TEMPLATES, request
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.core, pytest.mark.timeout(300)]
 
 Object = dict[str, Any]
 

@@ -44,6 +44,7 @@ def uuid_of(cluster: Cluster, claim: str) -> str:
     return ",".join(entry["data"]["uuid"] for entry in entries)
 
 
+@pytest.mark.core
 def test_a_partition_lost_to_a_reset_is_cut_again_and_claim_and_pod_say_so(
     workloads: Workloads, faults: PluginProcess, cluster: Cluster
 ) -> None:
@@ -62,6 +63,7 @@ def test_a_partition_lost_to_a_reset_is_cut_again_and_claim_and_pod_say_so(
     assert now["uuid"] in spec.read_text()
 
 
+@pytest.mark.core
 def test_a_prepare_that_fails_is_told_on_claim_and_pod_and_succeeds_once_the_fault_is_gone(
     workloads: Workloads, faults: PluginProcess, cluster: Cluster
 ) -> None:

@@ -16,6 +16,7 @@ WIPE_S = 120.0
 """A kubelet that starts deletes its node's slices only after it has synced with the API server."""
 
 
+@pytest.mark.core
 def test_a_claim_allocated_but_not_prepared_keeps_its_device_through_restart_and_wipe(
     workloads: Workloads, plugin: PluginProcess, cluster: Cluster
 ) -> None:
@@ -31,6 +32,7 @@ def test_a_claim_allocated_but_not_prepared_keeps_its_device_through_restart_and
     assert [partition["holder"] for partition in plugin.partitions()] == ["default/early"]
 
 
+@pytest.mark.core
 def test_a_plugin_killed_between_prepare_and_unprepare_still_cleans_up(
     workloads: Workloads, plugin: PluginProcess
 ) -> None:

@@ -14,7 +14,7 @@ from tests.harness.waiting import wait_for
 from tests.support.plugin import DRIVER, SLICES, TESSERA, PluginProcess
 from tests.support.workloads import Workloads, is_gone, request
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.core, pytest.mark.timeout(300)]
 
 CLAIMS = "/apis/resource.k8s.io/v1/namespaces/tessera/resourceclaims"
 OWN = (

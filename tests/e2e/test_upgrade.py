@@ -38,6 +38,7 @@ def pods(cluster: Cluster, plugin: PluginProcess) -> Iterator[list[PodPlugin]]:
         plugin.start()
 
 
+@pytest.mark.core
 def test_pods_come_and_go_while_the_plugin_is_replaced(
     cluster: Cluster, workloads: Workloads, plugin: PluginProcess, pods: list[PodPlugin], slices: SliceWatch
 ) -> None:

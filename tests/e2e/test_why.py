@@ -40,7 +40,7 @@ from tests.support.why_cluster import (
 )
 from tests.support.workloads import PODS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300), pytest.mark.needs("shared counters")]
+pytestmark = [pytest.mark.cluster, pytest.mark.core, pytest.mark.timeout(300), pytest.mark.needs("shared counters")]
 
 NO_TAINT = "DeviceTaintRule repair with repair:NoSchedule were deleted, or the request tolerated its taint"
 

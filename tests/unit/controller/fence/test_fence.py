@@ -17,7 +17,7 @@ from controller.cluster.claim_index import PoolDevice
 from controller.fence import fence as module
 from controller.fence import fenced_devices as fenced
 from controller.fence import withdrawals as withdrawals_module
-from controller.fence.fence import Fence, FenceSettings, Withdrawable
+from controller.fence.fence import REREAD_SECONDS, Fence, FenceSettings, Withdrawable
 from controller.fence.withdrawals import Withdrawals
 from controller.step_names import Step
 from driver.errors import ApiError
@@ -274,6 +274,32 @@ def test_two_leaders_for_a_moment_undo_nothing_of_each_other(api: FencedApi, cla
     assert api.fenced() == {A, B}
     two.lift([B])
     assert api.fenced() == {A}
+
+
+def test_what_a_leader_whose_term_has_ended_fences_late_is_noticed(
+    api: FencedApi, claims: ClaimsCache, clock: FakeClock
+) -> None:
+    leader, ended = fence_of(api, claims, clock), fence_of(api, claims, clock)
+    ended.start([])
+    leader.start([])
+    ended.take_back([A])
+    assert not leader.reread()
+    clock.advance(REREAD_SECONDS)
+    assert leader.reread()
+    leader.lift([A])
+    assert not api.fenced()
+
+
+def test_a_config_map_that_is_not_there_when_it_is_read_again_loses_nothing(
+    api: FencedApi, claims: ClaimsCache, clock: FakeClock
+) -> None:
+    fence = fence_of(api, claims, clock)
+    fence.take_back([A])
+    api.drop(f"{CONFIG_MAPS}/tessera-fence")
+    clock.advance(REREAD_SECONDS)
+    assert not fence.reread()
+    fence.take_back([B])
+    assert api.fenced() == {A, B}
 
 
 @pytest.mark.long

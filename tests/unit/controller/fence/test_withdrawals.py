@@ -22,6 +22,7 @@ class Taking:
 
     def __init__(self, api: FencedApi, claims: ClaimsCache) -> None:
         self.now = 100.0
+        self.claims = claims
         self.fence = Fence(api.server.client(), claims, FenceSettings(settle_s=0))
         self.changes = 0
         self.withdrawals = Withdrawals(self.fence, self.changed, LINGER_S, lambda: self.now)
@@ -109,3 +110,18 @@ def test_what_somebody_was_given_meanwhile_stays(api: FencedApi, taking: Taking)
     taking.after(LINGER_S)
     assert taking.decide(A, B) == {B}
     assert api.fenced() == {B}
+
+
+def test_a_fence_that_an_earlier_leader_writes_late_wakes_the_decision_that_lifts_it(
+    api: FencedApi, taking: Taking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controller.fence.fence.REREAD_SECONDS", 0)
+    monkeypatch.setattr("controller.fence.withdrawals.REREAD_SECONDS", 0.01)
+    earlier = Fence(api.server.client(), taking.claims, FenceSettings(settle_s=0))
+    earlier.start([])
+    taking.fence.start([])
+    with in_thread(taking.withdrawals.loop.run, taking.withdrawals.loop.notify):
+        taking.withdrawals.loop.notify()
+        earlier.take_back([A])
+        eventually(lambda: taking.changes > 0, "it was noticed")
+    assert A in taking.fence.fenced.devices
