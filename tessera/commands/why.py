@@ -34,10 +34,8 @@ POD_KINDS, CLAIM_KINDS = ("pod", "pods", "po"), ("claim", "resourceclaim", "reso
 PREPARATION_FAILED = {EventReason.PREPARE_FAILED.value, "FailedPrepareDynamicResources"}
 """Events of the node plugin and of the kubelet."""
 
-NOT_REPORTED, NO_EVENT = (
-    "NotReported",
-    "no Event of the controller says why it is pending (tessera status, for its state)",
-)
+NOT_REPORTED = "NotReported"
+NO_EVENT = "no Event of the controller says why it is pending (tessera status, for its state)"
 
 MAX_REPORTED = 100
 """Events whose objects are looked for, the latest."""
@@ -161,7 +159,7 @@ def _of_namespace(client: KubeClient, driver: str, name: str | None, namespace: 
     explanations = [_with_preparation(client, driver, explanation) for explanation in allocated]
     if explanations and (pod is None or starting):
         return explanations
-    if (reported := _reported(client, name, namespace)) and not starting:
+    if not starting and (reported := _reported(client, name, namespace)):
         return [*explanations, *reported]
     if pod is None:
         return [Explanation(str(key), (), NOT_REPORTED, NO_EVENT)]
