@@ -51,17 +51,17 @@ image: ## build the container image as an OCI archive in the cache, without a Do
 	@$(MAKE) -s env >&2
 	@$(RUN)/python -m tests.image --cache $(CACHE)
 
-test: lint test-fast test-core test-smoke ## run lint, the quick tests and the core of the cluster tests (10 minutes on 2 cores with a warm cache, root)
+test: lint test-fast test-core test-smoke ## run lint, the quick tests and the core of the cluster tests (12 minutes on 2 cores with a warm cache, root)
 
 test-all: lint binaries ## run lint and all tests, including the slow ones
 	@$(RUN)/python -m tests.harness preflight --mend
 	PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(RUN)/pytest -n $(WORKERS) -m "not cluster and not integration"
 	@rm -rf $(AUDIT) && mkdir -m 700 $(AUDIT)
-	TESSERA_AUDIT_DIR=$(AUDIT) $(RUN)/pytest -n 3 --dist loadscope -m cluster
+	TESSERA_AUDIT_DIR=$(AUDIT) $(RUN)/pytest -n 3 --dist loadscope --no-loadscope-reorder -m cluster
 	@$(RUN)/python -m tests.audit $(AUDIT)
 	$(RUN)/pytest -m integration
 
-test-fast: env ## run the quick tests that need no cluster (1 minute)
+test-fast: env ## run the quick tests that need no cluster (4 minutes on 2 cores)
 	$(WITHOUT_CLUSTER) -m "not cluster and not slow and not long"
 
 test-unit: env ## run all tests that need no cluster, except the slow ones (7 minutes on 2 cores)
@@ -69,12 +69,12 @@ test-unit: env ## run all tests that need no cluster, except the slow ones (7 mi
 
 test-core: binaries ## run the core of the tests on the real local cluster (7 minutes on 2 cores, root)
 	@$(RUN)/python -m tests.harness preflight --mend
-	$(RUN)/pytest -n 3 --dist loadscope -m "cluster and core and not slow"
+	$(RUN)/pytest -n 3 --dist loadscope --no-loadscope-reorder -m "cluster and core and not slow"
 
 test-cluster: binaries ## run the tests on the real local cluster, except the slow ones, and check that no process has unused permissions (35 minutes on 2 cores, root)
 	@$(RUN)/python -m tests.harness preflight --mend
 	@rm -rf $(AUDIT) && mkdir -m 700 $(AUDIT)
-	TESSERA_AUDIT_DIR=$(AUDIT) $(RUN)/pytest -n 3 --dist loadscope -m "cluster and not slow"
+	TESSERA_AUDIT_DIR=$(AUDIT) $(RUN)/pytest -n 3 --dist loadscope --no-loadscope-reorder -m "cluster and not slow"
 	@$(RUN)/python -m tests.audit $(AUDIT)
 
 test-smoke: env ## run 12 of the cluster tests on Kubernetes 1.35.4, if it is built (1 minute, root)

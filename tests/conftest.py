@@ -29,6 +29,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 OWN_CLUSTER = ("Cluster.start(", "control_plane(")
 
+FIRST = ("test_conformance_reasons.py", "test_smallest_profile.py", "test_kill_anywhere.py", "test_image.py")
+"""Files with few tests of minutes each. Where they or the tests on the session's cluster begin last, processes idle."""
+
 
 @cache
 def cluster_of(file: str) -> str:
@@ -49,6 +52,11 @@ def pytest_configure() -> None:
         default_release()
     except UsageError as error:
         raise pytest.UsageError(f"KUBE: {error}") from error
+
+
+@pytest.hookimpl(trylast=True)  # after pytest-randomly
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: (item.path.name not in FIRST, cluster_of(str(item.path)) == str(item.path)))
 
 
 def pytest_report_header() -> str:

@@ -19,7 +19,7 @@ from tests.harness.progress import Progress, duration
 from tests.harness.settings import Settings
 from tests.harness.versions import OLDER, VARIABLE, KubernetesRelease, release
 
-PYTEST = (sys.executable, "-m", "pytest", "-n", "3", "--dist", "loadscope")
+PYTEST = (sys.executable, "-m", "pytest", "-n", "3", "--dist", "loadscope", "--no-loadscope-reorder")
 SUITE, SMOKE = "cluster and not slow", "smoke"
 SMOKE_RELEASE = release("1.35.4")
 NAMED_BINARIES = ("TESSERA_BINARIES", "KUBEBUILDER_ASSETS")

@@ -13,7 +13,7 @@ from tests.harness.waiting import DeadlineError, wait_for
 from tests.support.plugin import COMMAND_S, TESSERA, PluginProcess
 from tests.support.workloads import Workloads, request
 
-pytestmark = [pytest.mark.cluster, pytest.mark.core, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 SEEN_S = 60.0
 PROMISED_S = 10.0

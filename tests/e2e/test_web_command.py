@@ -23,7 +23,7 @@ from tests.support.plugin import COMMAND_S, TESSERA
 from tests.support.ports import kept_port
 from tests.support.workloads import wait_default_account
 
-pytestmark = [pytest.mark.cluster, pytest.mark.core, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 NAMESPACE = "web-command"
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"

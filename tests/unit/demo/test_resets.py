@@ -75,6 +75,7 @@ def test_who_waits_too_long_for_the_plugin_to_ask_reads_which_gpu_it_is_and_wher
     )
 
 
+@pytest.mark.long
 def test_a_gpu_that_goes_on_as_before_its_reset_is_told_in_words(tmp_path: Path) -> None:
     plugin = LatePlugin(tmp_path, {2: 1, 3: 1}, resets=(2,))
     with pytest.raises(DeadlineError) as error:

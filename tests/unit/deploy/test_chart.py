@@ -398,6 +398,7 @@ class TestAnotherDriver:
         file.write_text(file.read_text().replace("].type ==", "].typ =="))
         assert CliRunner().invoke(main, lint).output.endswith("4 findings\n")
 
+    @pytest.mark.long
     @given(st.from_regex(r"[a-z]([-a-z0-9]{0,8}[a-z0-9])?(\.[a-z0-9]{1,8}){0,3}", fullmatch=True))
     def test_is_a_name_everywhere_whatever_yaml_would_take_it_for(self, name: str) -> None:
         objects = rendered({"driverName": name})

@@ -147,6 +147,7 @@ def test_output_that_cannot_be_written_is_one_line_and_exit_code_1(arguments: li
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False), ("0", False)])
 def test_who_wants_no_colours_gets_none_on_a_terminal_either(no_color: str, coloured: bool) -> None:
     shown = on_a_terminal({"NO_COLOR": no_color}, "sim", "list")

@@ -82,6 +82,7 @@ MILLION = "lists.range(1000000)"
 SAME_TEXT = "cel.bind(same, 'a' + IT.substring(1), lists.range(60000).all(i, IT == same))"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "expression",
     [

@@ -302,6 +302,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.long
 @settings(deadline=None)
 @given(JSON, st.sampled_from(["DeviceClass", "ResourceClaim", "ResourceClaimTemplate"]))
 def test_no_shape_of_an_object_is_too_odd(odd: object, kind: str) -> None:

@@ -170,6 +170,7 @@ def test_a_resource_of_the_device_plugin_is_translated_unless_a_class_provides_i
     assert said({"kind": "DeviceClass", "spec": {"extendedResourceName": resource}}, content) == []
 
 
+@pytest.mark.long
 def test_an_object_that_contains_itself_or_multiplies_is_looked_at_for_a_bounded_time() -> None:
     cyclic = yaml.safe_load("{kind: Job, spec: &a {x: *a, y: *a}}")
     levels = "".join(f"l{i}: &l{i} [*l{i - 1}, *l{i - 1}]\n" for i in range(1, 40))

@@ -137,6 +137,7 @@ def test_the_token_file_of_a_kubeconfig_is_read_again(
     assert found.authorization() == "Bearer second"
 
 
+@pytest.mark.long
 @IN_BOTH_PROCESSES
 def test_an_exec_plugin_is_run_again_when_its_token_has_expired(
     tmp_path: Path, authority: Path, in_own_process: bool
@@ -283,6 +284,7 @@ def test_the_token_is_sent_as_it_is_at_the_time_of_the_request(tmp_path: Path) -
     assert seen == ["Bearer a", "Bearer b"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", ["pod", "kubeconfig"])
 def test_the_node_plugin_loads_nothing_that_it_has_no_use_for(account: Path, authority: Path, source: str) -> None:
     path = kubeconfig(account, authority, {"token": "mine"}) if source == "kubeconfig" else None

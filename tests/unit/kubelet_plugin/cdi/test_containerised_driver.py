@@ -125,6 +125,7 @@ def port() -> Iterator[int]:
         yield kept
 
 
+@pytest.mark.long
 def test_a_plugin_that_starts_before_the_driver_waits_says_so_and_loads_nothing_of_it_before_it_is_complete(
     host: Path, root: Path, port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

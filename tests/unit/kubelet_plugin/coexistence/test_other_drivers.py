@@ -193,6 +193,7 @@ def ours(plugin: PluginOnApi) -> set[str]:
     return {d["name"] for spec in items if spec["driver"] == DRIVER for d in spec.get("devices") or ()}
 
 
+@pytest.mark.long
 def test_a_plugin_beside_a_device_plugin_publishes_nothing_until_that_is_gone(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -226,6 +227,7 @@ def test_a_slice_of_nvidias_driver_takes_its_gpu_away_from_new_claims(
             assert "the DRA driver gpu.nvidia.com" in told(caplog)[-1]
 
 
+@pytest.mark.long
 def test_a_socket_counts_while_somebody_listens_at_it(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = root / "k" / "device-plugins"
     folder.mkdir(parents=True)

@@ -109,6 +109,7 @@ SAMPLE = (ApiFault.HANG_UP, ApiFault.BROKEN)
 """For the fast tests; the others are slow."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", [*SAMPLE, *(pytest.param(f, marks=SLOW) for f in ApiFault if f not in SAMPLE)])
 def test_a_prepare_that_cannot_read_its_claim_leaves_nothing_and_the_others_of_the_call_get_theirs(
     root: Path, fault: ApiFault
@@ -129,6 +130,7 @@ def test_a_prepare_that_cannot_read_its_claim_leaves_nothing_and_the_others_of_t
             assert leftovers(plugin.facts()) == []
 
 
+@pytest.mark.long
 def test_while_the_api_server_refuses_every_connection_claims_can_still_be_given_back(root: Path) -> None:
     with FaultyApi() as api:
         plugin = PluginOnApi(root, api)

@@ -222,6 +222,7 @@ def test_a_plugin_whose_socket_was_deleted_is_not_alive_after_a_minute(
     wait_for(lambda: not asked.alive(), 60, "it asks to be restarted")
 
 
+@pytest.mark.long
 def test_a_node_without_nvidia_uvm_offers_nothing_until_it_can_be_made(asked: Asked) -> None:
     """Hosts make it when the first program uses CUDA; its number is in /proc/devices, if the module is loaded."""
     asked.register()
@@ -241,6 +242,7 @@ def test_a_node_without_nvidia_uvm_offers_nothing_until_it_can_be_made(asked: As
     wait_for(lambda: "no longer" in asked.event("NodeAble"), 60, "the Event")
 
 
+@pytest.mark.long
 def test_nvidia_modprobe_of_the_driver_makes_nvidia_uvm(asked: Asked) -> None:
     asked.register()
     wait_for(asked.ready, 60, "it is ready")
@@ -254,6 +256,7 @@ def test_nvidia_modprobe_of_the_driver_makes_nvidia_uvm(asked: Asked) -> None:
     wait_for(lambda: not asked.conditions(), 60, "it is made")
 
 
+@pytest.mark.long
 def test_a_node_without_libcuda_offers_nothing(asked: Asked) -> None:
     asked.register()
     wait_for(asked.ready, 60, "it is ready")
@@ -274,6 +277,7 @@ def test_a_state_directory_that_takes_no_file_is_named(asked: Asked) -> None:
     wait_for(asked.ready, 60, "it is ready again")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("folder", "reasons"),
     [
@@ -362,6 +366,7 @@ def test_a_cdi_directory_that_is_deleted_is_created_again_and_the_node_says_so(a
     wait_for(asked.ready, 60, "it is ready again")
 
 
+@pytest.mark.long
 def test_one_address_for_metrics_and_health_is_one_server(
     root: Path, caplog: pytest.LogCaptureFixture, port: int
 ) -> None:

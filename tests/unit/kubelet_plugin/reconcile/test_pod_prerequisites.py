@@ -68,6 +68,7 @@ def node(root: Path) -> Iterator[Node]:
         yield Node(root, api)
 
 
+@pytest.mark.long
 def test_specs_name_the_files_of_the_new_driver_and_the_finding_lasts_as_long_as_the_claim(node: Node) -> None:
     with node.plugin.running() as kubelet:
         assert ask(kubelet, "Prepare", node.claim) == {"one": ""}
@@ -85,6 +86,7 @@ def test_specs_name_the_files_of_the_new_driver_and_the_finding_lasts_as_long_as
         assert not node.events("DeviceRepaired")
 
 
+@pytest.mark.long
 def test_the_finding_survives_a_restart_of_the_plugin_but_no_reboot(node: Node) -> None:
     with node.plugin.running() as kubelet:
         assert ask(kubelet, "Prepare", node.claim) == {"one": ""}
@@ -101,6 +103,7 @@ def test_the_finding_survives_a_restart_of_the_plugin_but_no_reboot(node: Node) 
     assert OutdatedClaims(kept.parent, "another boot").gone == {}
 
 
+@pytest.mark.long
 def test_a_node_without_claims_only_says_once_that_its_driver_has_changed(node: Node) -> None:
     with node.plugin.running() as kubelet:
         assert ask(kubelet, "Prepare", node.claim) == {"one": ""}
@@ -110,6 +113,7 @@ def test_a_node_without_claims_only_says_once_that_its_driver_has_changed(node: 
         assert not node.conditions()
 
 
+@pytest.mark.long
 def test_a_driver_that_changed_while_no_plugin_ran_is_found_by_the_specs_of_prepared_claims(node: Node) -> None:
     with node.plugin.running() as kubelet:
         assert ask(kubelet, "Prepare", node.claim) == {"one": ""}
@@ -122,6 +126,7 @@ def test_a_driver_that_changed_while_no_plugin_ran_is_found_by_the_specs_of_prep
         assert not node.events("DeviceRepaired")
 
 
+@pytest.mark.long
 def test_what_an_earlier_version_of_the_plugin_wrote_differently_is_written_again_in_silence(node: Node) -> None:
     with node.plugin.running() as kubelet:
         assert ask(kubelet, "Prepare", node.claim) == {"one": ""}

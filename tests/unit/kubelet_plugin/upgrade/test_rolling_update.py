@@ -211,6 +211,7 @@ def test_a_plugin_that_takes_over_an_idle_node_writes_no_slice(site: Site) -> No
     assert {name: item["metadata"]["resourceVersion"] for name, item in site.api.folder(SLICES).items()} == before
 
 
+@pytest.mark.long
 def test_a_plugin_that_could_not_do_the_work_takes_nothing_from_one_that_does(site: Site) -> None:
     site.at_work("old")
     site.work()
@@ -238,6 +239,7 @@ def test_a_plugin_that_could_not_do_the_work_takes_nothing_from_one_that_does(si
     site.all_well()
 
 
+@pytest.mark.long
 def test_a_node_that_is_being_taken_out_does_not_change_hands(site: Site) -> None:
     """What the one at work removes then, its lock among it, is nothing for another to go on with."""
     old = site.at_work("old")
@@ -253,6 +255,7 @@ def test_a_node_that_is_being_taken_out_does_not_change_hands(site: Site) -> Non
     wait_at_work(site, new)
 
 
+@pytest.mark.long
 def test_a_plugin_at_work_that_does_not_answer_is_asked_once_a_second(site: Site) -> None:
     """Each time the newcomer looks at its Node and at all GPUs."""
     folder = site.root / "kubelet" / "plugins" / DRIVER
@@ -292,6 +295,7 @@ def asks(plugin: KillablePlugin) -> int:
     return sum(point.step == HandOver.ASK and point.moment == "before" for point in plugin.seen())
 
 
+@pytest.mark.long
 def test_sockets_of_a_plugin_that_was_killed_are_removed_by_the_next(site: Site) -> None:
     dead = site.at_work("dead")
     dead.kill()
@@ -301,6 +305,7 @@ def test_sockets_of_a_plugin_that_was_killed_are_removed_by_the_next(site: Site)
     assert not plugin_socket(site.root / "kubelet" / "plugins" / DRIVER, "dead").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("point", [OLD_DIES[4]], ids=str)
 def test_the_newcomer_goes_on_where_the_old_plugin_dies_handing_over(site: Site, point: Point) -> None:
     old_dies(site, point)
@@ -365,6 +370,7 @@ def leaving_dies(site: Site, point: Point) -> None:
     site.all_well()
 
 
+@pytest.mark.long
 def test_the_driver_is_open_once_however_often_it_was_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -213,6 +213,7 @@ def test_a_restart_loses_no_allocated_time_and_at_most_one_interval_of_use(node:
     assert 8 * (1200 - INTERVAL - not_yet_sampled) <= used <= 8 * 1200
 
 
+@pytest.mark.long
 @given(st.lists(st.sampled_from(["pass", "restart", "end", "prepare"]), max_size=12))
 def test_no_second_counts_twice(tmp_path_factory: pytest.TempPathFactory, moves: list[str]) -> None:
     node, prepared, expected = Node(tmp_path_factory.mktemp("node")), False, 0.0

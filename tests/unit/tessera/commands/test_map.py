@@ -96,6 +96,7 @@ def test_the_map_is_as_wide_as_the_terminal(
     assert lengths["80"] <= 80
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "bars", "said"),
     [

@@ -613,6 +613,7 @@ OTHERS: dict[str, list[Object]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", OTHERS)
 def test_a_pod_also_fits_on_the_nodes_that_would_take_it_if_it_had_to_run_there(case: str) -> None:
     def placed(**spec: Any) -> Object:

@@ -81,6 +81,7 @@ def test_where_it_may_not_go_on_the_nodes_offer_again(api: ObjectApi, tmp_path: 
     assert not told_to_leave(api)
 
 
+@pytest.mark.long
 def test_an_api_server_that_does_not_answer_once_is_asked_again(api: ObjectApi, tmp_path: Path) -> None:
     with waiting_for_nodes(api, tmp_path) as process:
         api.once("list", refuse(503), refuse(429), lambda exchange: exchange.cut())
@@ -90,6 +91,7 @@ def test_an_api_server_that_does_not_answer_once_is_asked_again(api: ObjectApi, 
     assert HEARTBEAT not in api.folder(LEASE)
 
 
+@pytest.mark.long
 def test_where_it_can_not_take_its_word_back_it_says_how_to(api: ObjectApi, tmp_path: Path) -> None:
     with waiting_for_nodes(api, tmp_path) as process:
         api.once("PATCH", refuse(503))
@@ -98,6 +100,7 @@ def test_where_it_can_not_take_its_word_back_it_says_how_to(api: ObjectApi, tmp_
     assert f"kubectl -n tessera annotate lease {HEARTBEAT} {LEAVING}-" in said
 
 
+@pytest.mark.long
 def test_a_controller_outside_of_pods_is_named_and_keeps_nodes_from_offering_again(
     api: ObjectApi, tmp_path: Path
 ) -> None:
@@ -120,6 +123,7 @@ def renew(api: ObjectApi, stop: threading.Event) -> None:
         api.store(LEASE, spec=spec, metadata=api.folder(LEASE)[HEARTBEAT]["metadata"])
 
 
+@pytest.mark.long
 def test_a_node_plugin_outside_of_pods_is_named(api: ObjectApi, tmp_path: Path) -> None:
     with waiting_for_nodes(api, tmp_path) as process:
         api.drop(SLICE)

@@ -33,6 +33,7 @@ def test_the_kept_answers_are_of_every_kind() -> None:
         assert part in text, part
 
 
+@pytest.mark.long
 def test_a_part_of_the_scenarios_has_the_answers_of_the_scheduler() -> None:
     assert not wrong(range(3, max(KEPT), OFTEN))
 

@@ -32,6 +32,7 @@ DEVICES = [
 ]
 
 
+@pytest.mark.long
 def test_a_kind_of_which_some_device_passes_is_never_kept_out() -> None:
     passing: Counter[DeviceKind] = Counter()
     for program in compiled_programs(EXPRESSIONS):

@@ -312,6 +312,7 @@ def test_an_api_server_that_does_not_answer_for_a_moment_does_not_end_a_drain(si
     assert answer.exit_code == 0, answer.output
 
 
+@pytest.mark.long
 def test_ctrl_c_leaves_the_gpu_cordoned_and_says_how_to_continue_and_how_to_undo_it(site: Site) -> None:
     site.api.follows = False
     command = [str(TESSERA), "drain", f"{NODE}/gpu-0", "--kubeconfig", str(site.kubeconfig)]
