@@ -101,6 +101,8 @@ def generate(
 ) -> list[T]:
     """``count`` accepted situations; the same for the same ``number``."""
     found: list[T] = []
+    if not count:
+        return found
 
     @seed(number)
     @settings(
