@@ -21,6 +21,7 @@ MEMORY = $(shell test "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -1)" 
 # Audit logs of the API servers of the cluster tests.
 AUDIT := $(CURDIR)/.audit
 WORKERS = $(shell echo $$(($$(nproc) + 1)))
+ON_CLUSTERS = $(RUN)/pytest -n 3 --dist loadscope --no-loadscope-reorder
 WITHOUT_CLUSTER = TESSERA_EXAMPLES=fast PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(RUN)/pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
@@ -51,13 +52,13 @@ image: ## build the container image as an OCI archive in the cache, without a Do
 	@$(MAKE) -s env >&2
 	@$(RUN)/python -m tests.image --cache $(CACHE)
 
-test: lint test-fast test-core test-smoke ## run lint, the quick tests and the core of the cluster tests (12 minutes on 2 cores with a warm cache, root)
+test: lint test-fast test-core test-smoke ## run lint, the quick tests and the core of the cluster tests (15 minutes on 2 cores with a warm cache, root)
 
 test-all: lint binaries ## run lint and all tests, including the slow ones
 	@$(RUN)/python -m tests.harness preflight --mend
 	PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(RUN)/pytest -n $(WORKERS) -m "not cluster and not integration"
 	@rm -rf $(AUDIT) && mkdir -m 700 $(AUDIT)
-	TESSERA_AUDIT_DIR=$(AUDIT) $(RUN)/pytest -n 3 --dist loadscope --no-loadscope-reorder -m cluster
+	TESSERA_AUDIT_DIR=$(AUDIT) $(ON_CLUSTERS) -m cluster
 	@$(RUN)/python -m tests.audit $(AUDIT)
 	$(RUN)/pytest -m integration
 
@@ -67,17 +68,17 @@ test-fast: env ## run the quick tests that need no cluster (4 minutes on 2 cores
 test-unit: env ## run all tests that need no cluster, except the slow ones (7 minutes on 2 cores)
 	$(WITHOUT_CLUSTER) -m "not cluster and not slow"
 
-test-core: binaries ## run the core of the tests on the real local cluster (7 minutes on 2 cores, root)
+test-core: binaries ## run the core of the tests on the real local cluster (10 minutes on 2 cores, root)
 	@$(RUN)/python -m tests.harness preflight --mend
-	$(RUN)/pytest -n 3 --dist loadscope --no-loadscope-reorder -m "cluster and core and not slow"
+	$(ON_CLUSTERS) -m "core and not slow"
 
 test-cluster: binaries ## run the tests on the real local cluster, except the slow ones, and check that no process has unused permissions (35 minutes on 2 cores, root)
 	@$(RUN)/python -m tests.harness preflight --mend
 	@rm -rf $(AUDIT) && mkdir -m 700 $(AUDIT)
-	TESSERA_AUDIT_DIR=$(AUDIT) $(RUN)/pytest -n 3 --dist loadscope --no-loadscope-reorder -m "cluster and not slow"
+	TESSERA_AUDIT_DIR=$(AUDIT) $(ON_CLUSTERS) -m "cluster and not slow"
 	@$(RUN)/python -m tests.audit $(AUDIT)
 
-test-smoke: env ## run 12 of the cluster tests on Kubernetes 1.35.4, if it is built (1 minute, root)
+test-smoke: env ## run 12 of the cluster tests on Kubernetes 1.35.4, if it is built (2 minutes, root)
 	@$(RUN)/python -m tests.versions --smoke
 
 test-versions: env ## run the cluster tests on Kubernetes 1.34.4, 1.35.4 and 1.36.3; build what is missing (KUBE is ignored; root)

@@ -50,7 +50,7 @@ class WithdrawStage:
             plans = seen.snapshot.plans.values()
             self._fence.start(devices.of(offer for plan in plans for offer in plan.spec.offered))
             self._is_started = True
-            self.withdrawals.loop.notify()
+            self.withdrawals.loop.notify()  # from now on it reads the fence again
         staying = offers.wanted | offers.listed
         excess = frozenset(device for offer, device in devices.managed.items() if offer not in staying)
         urgent = frozenset[PoolDevice]()

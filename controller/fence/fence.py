@@ -56,9 +56,6 @@ ROOM_POLL_INTERVAL_SECONDS = 1.0
 PROBE_INTERVAL_SECONDS = 0.005
 """Time between two dry runs; on a busy machine the fence was in force within 8 ms."""
 
-REREAD_SECONDS = 5.0
-"""How long a fence that somebody else wrote late may go unnoticed."""
-
 DECISION_CATCH_UP_SECONDS = 2.0
 """Longest time that a decision waits for the cache of claims."""
 
@@ -123,13 +120,6 @@ class Fence:
         """
         self.fenced.load()
         self.lift(offered)
-
-    def reread(self) -> bool:
-        """Read the fence again if that was ``REREAD_SECONDS`` ago: a leader whose term has ended may write it late.
-
-        Returns whether devices are fenced that were not; what is offered must be lifted. Raises ApiError.
-        """
-        return self.fenced.reread(REREAD_SECONDS)
 
     def end(self) -> None:
         """Stop: another controller leads by now, and steps in progress must change nothing any more."""

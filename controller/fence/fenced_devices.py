@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 MAX_ENTRIES = 5000
 """A third of a ConfigMap's 1 MiB where names are as long as they may be; a write of so many costs milliseconds."""
 
+REREAD_SECONDS = 5.0
+"""How long an entry that a leader whose term has ended writes late may go unnoticed."""
+
 MAX_ATTEMPTS = 20
 """Attempts of one write: another leader writes for a moment at most."""
 
@@ -56,16 +59,17 @@ class FencedDevices:
         with self._lock:
             self._load()
 
-    def reread(self, seconds: float) -> bool:
-        """Read the ConfigMap if it was read or written that long ago; returns whether it has more entries than known.
+    def reread(self) -> bool:
+        """Read the ConfigMap again if it was read or written ``REREAD_SECONDS`` ago.
 
-        One that was deleted keeps its entries here: the next write restores them.
+        Returns whether it has new entries: then what is offered must be lifted. One that was deleted keeps its entries
+        here, and the next write restores them. Raises ApiError.
         """
         with self._lock:
-            if self._clock.monotonic() - self._read_at < seconds:
+            if self._clock.monotonic() - self._read_at < REREAD_SECONDS:
                 return False
-            stored, before = self._client.find(f"{self._folder}/{FENCE}"), self.devices.keys()
-            if stored is not None:
+            before = self.devices.keys()
+            if (stored := self._client.find(f"{self._folder}/{FENCE}")) is not None:
                 self._remember(stored)
             self._read_at = self._clock.monotonic()
             return not self.devices.keys() <= before

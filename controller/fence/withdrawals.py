@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Collection
 
 from controller.cluster.claim_index import PoolDevice
-from controller.fence.fence import REREAD_SECONDS, Fence
+from controller.fence.fence import Fence
+from controller.fence.fenced_devices import REREAD_SECONDS
 from controller.step_names import Observer, Step
 from driver.clock import soonest
 from driver.kube.work_loop import Loop
@@ -25,8 +26,8 @@ URGENT_COALESCE_SECONDS = 0.02
 
 
 class Withdrawals:
-    """Thread-safe; ``loop`` fences. ``on_change`` is called when a device may be withdrawn, or is fenced though
-    nobody here has fenced it; it must return quickly.
+    """Thread-safe; ``loop`` fences. ``on_change`` is called when a device may be withdrawn, or when another
+    process has fenced one; it must return quickly.
 
     An unwanted device first stays published for ``linger_s``. Its taint prevents new decisions meanwhile, and earlier
     ones are written, so that the fence hardly ever refuses one; and most devices are wanted again by then, or are
@@ -81,7 +82,7 @@ class Withdrawals:
 
     def _turn(self) -> float | None:
         due_s = self._take_back()
-        if self._fence.reread():
+        if self._fence.fenced.reread():
             self._on_change()
         return soonest(due_s, REREAD_SECONDS)
 

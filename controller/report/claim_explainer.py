@@ -224,7 +224,7 @@ class Explainer:
         allocated = allocated_claim(claim, starting)
         message = f"{allocated.message}{more}"
         if (release := self._view.failed_releases.get(key)) is not None:
-            return Explanation(str(key), starting, NOT_RELEASED, f"{message}; {release}; {STAYS}")
+            return replace(allocated, code=NOT_RELEASED, message=f"{message}; {release}; {STAYS}")
         start, reads = self._view.failed_starts.get(key), self._view.reads
         if start is None:
             return replace(allocated, message=message)
@@ -235,7 +235,7 @@ class Explainer:
             evictions = (None, None) if reads is None else (reads.evicts_after, reads.controller_silent())
             then = next_step(start, claim, starting, self._view.snapshot, *evictions)
             message = f"{message}; {sentence(start)}; {then}"
-        return Explanation(str(key), starting, NOT_PREPARED, message, start=start)
+        return replace(allocated, code=NOT_PREPARED, message=message, start=start)
 
 
 def allocated_claim(claim: Claim, pods: tuple[Pod, ...]) -> Explanation:

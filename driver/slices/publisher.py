@@ -1,4 +1,4 @@
-"""Publishes the node's ResourceSlices in the order of ``SliceBuilder.build``; restores what anybody else changes."""
+"""Publishes the node's ResourceSlices in the order of ``SliceBuilder.build``; restores what other writers change."""
 
 from __future__ import annotations
 

@@ -145,26 +145,26 @@ def _of_namespace(client: KubeClient, driver: str, name: str | None, namespace: 
     """
     if name is None:
         return _reported(client, "", namespace)
-    kind, key = _kind_and_key(name, namespace)
     try:
-        pod = None if kind in CLAIM_KINDS else find_pod(client, key)
-        keys = pod.claims if pod is not None else () if kind in POD_KINDS else (key,)
-        claims = [claim for claim in (find_claim(client, of_claim) for of_claim in keys) if claim is not None]
+        subject = _pod_or_claim(client, name, namespace)
+        keys = subject.claims if isinstance(subject, Pod) else ()
+        claims = [subject] if isinstance(subject, Claim) else [*filter(None, (find_claim(client, key) for key in keys))]
     except (ApiError, msgspec.MsgspecError):
         return _reported(client, name, namespace)
-    if pod is None and not claims:
-        raise _missing(name, namespace)
-    starting = (pod,) if pod is not None and pod.spec.node_name else ()
-    allocated = [allocated_claim(claim, starting) for claim in claims if claim.status.allocation is not None]
-    explanations = [_with_preparation(client, driver, explanation) for explanation in allocated]
-    if explanations and (pod is None or starting):
+    starting = (subject,) if isinstance(subject, Pod) and subject.spec.node_name else ()
+    explanations = [
+        _as_prepared(client, driver, allocated_claim(claim, starting), claim)
+        for claim in claims
+        if claim.status.allocation is not None
+    ]
+    if explanations and (isinstance(subject, Claim) or starting):
         return explanations
     if not starting and (reported := _reported(client, name, namespace)):
         return [*explanations, *reported]
-    if pod is None:
-        return [Explanation(str(key), (), NOT_REPORTED, NO_EVENT)]
-    of_pod = _without_claims(pod)
-    is_unreported = pod.spec.resource_claims and of_pod.code == NOT_USED and not starting
+    if isinstance(subject, Claim):
+        return [Explanation(str(subject.metadata.key), (), NOT_REPORTED, NO_EVENT)]
+    of_pod = _without_claims(subject)
+    is_unreported = subject.spec.resource_claims and of_pod.code == NOT_USED and not starting
     return [*explanations, replace(of_pod, code=NOT_REPORTED, message=NO_EVENT) if is_unreported else of_pod]
 
 
@@ -194,21 +194,20 @@ def _namespace(explanation: Explanation) -> str:
 
 def _named(client: KubeClient, explainer: Explainer, name: str, namespace: str) -> list[Explanation]:
     """The explanations of a pod or a claim. Raises FatalError if there is neither."""
-    kind, key = _kind_and_key(name, namespace)
-    if kind not in CLAIM_KINDS:
-        pod = find_pod(client, key)
-        if pod is not None:
-            return explainer.of_pod(pod) or [_without_claims(pod)]
-    if kind not in POD_KINDS:
-        claim = find_claim(client, key)
-        if claim is not None:
-            return [explainer.of_claim(claim)]
-    raise _missing(name, namespace)
+    subject = _pod_or_claim(client, name, namespace)
+    if isinstance(subject, Claim):
+        return [explainer.of_claim(subject)]
+    return explainer.of_pod(subject) or [_without_claims(subject)]
 
 
-def _missing(name: str, namespace: str) -> FatalError:
+def _pod_or_claim(client: KubeClient, name: str, namespace: str) -> Pod | Claim:
+    """The pod ``name``, or else the claim. Raises ApiError, and FatalError if there is neither."""
     kind, key = _kind_and_key(name, namespace)
-    return FatalError(f"namespace {key.namespace} has no {kind or 'pod or ResourceClaim'} named {key.name}")
+    if kind not in CLAIM_KINDS and (pod := find_pod(client, key)) is not None:
+        return pod
+    if kind not in POD_KINDS and (claim := find_claim(client, key)) is not None:
+        return claim
+    raise FatalError(f"namespace {key.namespace} has no {kind or 'pod or ResourceClaim'} named {key.name}")
 
 
 def _kind_and_key(name: str, namespace: str) -> tuple[str, Key]:
@@ -220,13 +219,13 @@ def _kind_and_key(name: str, namespace: str) -> tuple[str, Key]:
 
 
 def _with_preparation(client: KubeClient, driver: str, explanation: Explanation) -> Explanation:
-    """With what keeps an allocated claim's pod from starting or working, by what its node reports in the claim."""
-    if explanation.code != ALLOCATED:
-        return explanation
-    key = key_of(explanation.claim, "")
-    claim = find_claim(client, key)
-    if claim is None:
-        return explanation
+    """With what keeps the pod of a claim that is allocated from starting or working."""
+    claim = find_claim(client, key_of(explanation.claim, "")) if explanation.code == ALLOCATED else None
+    return explanation if claim is None else _as_prepared(client, driver, explanation, claim)
+
+
+def _as_prepared(client: KubeClient, driver: str, explanation: Explanation, claim: Claim) -> Explanation:
+    """With what keeps the pod from starting or working, by what its node reports in the allocated ``claim``."""
     if (unhealthy := _unhealthy(claim, driver)) is not None:
         return replace(explanation, code=EventReason.UNHEALTHY.value, message=f"{explanation.message}; {unhealthy}")
     prepared = {(device.pool, device.device) for device in claim.status.devices if device.driver == driver}
@@ -235,7 +234,7 @@ def _with_preparation(client: KubeClient, driver: str, explanation: Explanation)
     ):
         return explanation
     uids = [claim.metadata.uid, *(pod.metadata.uid for pod in explanation.pods[:MAX_HOLDERS])]
-    warnings = [event for uid in uids for event in _warnings(client, key.namespace, uid)]
+    warnings = [event for uid in uids for event in _warnings(client, claim.metadata.namespace, uid)]
     latest = max(warnings, key=lambda event: event.last_timestamp or "", default=None)
     node = explanation.pods[0].spec.node_name or "its node"
     if latest is None:

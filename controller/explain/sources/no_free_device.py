@@ -18,7 +18,7 @@ from controller.demand.node_eligibility import Eligibility, Excluded
 from controller.demand.pending_claims import PendingClaim, Queue, described
 from controller.demand.requirements import ClaimRequirements, DeviceRequest, RefusedRequest
 from controller.explain.reason import ClaimReason, Reason, ReasonCode
-from controller.explain.sources import no_free_device_sentences
+from controller.explain.sources import no_free_device_sentences as sentences
 from controller.explain.sources.monitor_devices import MonitorDevices
 from controller.explain.sources.moves import moves_that_help
 from controller.explain.sources.selected_gpus import (
@@ -207,7 +207,7 @@ class Reasoning:
         return (
             best
             if len(alternatives) == 1
-            else no_free_device_sentences.of_alternatives(best, reasons, pending.claim.spec.devices.requests)
+            else sentences.of_alternatives(best, reasons, pending.claim.spec.devices.requests)
         )
 
     def availability(self, request: DeviceRequest, pending: PendingClaim) -> Availability:
@@ -246,7 +246,7 @@ class Reasoning:
             return selected_nowhere(self._feasibility, request)
         there = sorted({gpu.entry.node for gpu in self.availability(request, pending).selected.gpus})
         what = f"request {request.name}: what it selects is only"
-        return no_free_device_sentences.only_elsewhere(what, there, self.excluded(pending), nodes)
+        return sentences.only_elsewhere(what, there, self.excluded(pending), nodes)
 
     def _requirements_reason(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
         """Why a claim cannot be satisfied even alone; None if it can."""
@@ -299,13 +299,13 @@ class Reasoning:
             return Reason(ReasonCode.TOO_MANY, sentence, permanent=True)
         for request in requirements.requests:
             if not ideal.may_fit(ClaimRequirements((request,)), everywhere):
-                return no_free_device_sentences.too_many(self._feasibility, request, everywhere)
+                return sentences.too_many(self._feasibility, request, everywhere)
         if not ideal.may_fit(requirements, everywhere):
             return self._not_together_reason(requirements, pending)
         if not ideal.may_fit(requirements, nodes):
             there = sorted(ideal.nodes_that_may_fit(requirements, everywhere - nodes))
             what = self._not_here(requirements, nodes)
-            return no_free_device_sentences.only_elsewhere(what, there, self.excluded(pending), nodes)
+            return sentences.only_elsewhere(what, there, self.excluded(pending), nodes)
         if self._feasibility.unheld.may_fit(requirements, nodes):
             return None
         return self._obstacle_reason(requirements, pending)
@@ -326,15 +326,11 @@ class Reasoning:
     def _not_together_reason(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason:
         ideal, nodes = self._feasibility.ideal, self._everywhere
         if requirements.constraints and ideal.may_fit(ClaimRequirements(requirements.requests), nodes):
-            missing = no_free_device_sentences.without_value(self._feasibility, requirements, nodes)
+            missing = sentences.without_value(self._feasibility, requirements, nodes)
             largest = self._largest_set(requirements, nodes)
-            return no_free_device_sentences.constraint(
-                requirements, "even if nothing were held", largest + missing, permanent=True
-            )
+            return sentences.constraint(requirements, "even if nothing were held", largest + missing, permanent=True)
         available = [self.availability(request, pending) for request in requirements.requests]
-        return no_free_device_sentences.together(
-            available, "even if nothing were held no node could give all of them", permanent=True
-        )
+        return sentences.together(available, "even if nothing were held no node could give all of them", permanent=True)
 
     def _largest_set(self, requirements: ClaimRequirements, nodes: Nodes) -> str:
         """The most devices of the only request that the only constraint admits."""
@@ -368,7 +364,7 @@ class Reasoning:
             freed = Feasibility(fleet, self._feasibility.matching, is_hypothetical=True)
             if freed.may_fit(ClaimRequirements(chosen) if first else requirements, nodes):
                 sufficient.add(obstacle)
-        return no_free_device_sentences.obstructed(chosen, selected, sufficient or obstacles)
+        return sentences.obstructed(chosen, selected, sufficient or obstacles)
 
     def _temporary_reason(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
         may_fit, nodes = self._feasibility.may_fit, self.queue.nodes(pending)
@@ -379,9 +375,9 @@ class Reasoning:
             return None
         available = [self.availability(request, pending) for request in requirements.requests]
         if requirements.constraints and may_fit(ClaimRequirements(requirements.requests), nodes):
-            reason = no_free_device_sentences.constraint(requirements, "the requests could be met, but at present")
+            reason = sentences.constraint(requirements, "the requests could be met, but at present")
         else:
-            reason = no_free_device_sentences.together(available, "no node has all of them free at once")
+            reason = sentences.together(available, "no node has all of them free at once")
         return replace(reason, sentence=reason.sentence + held_by(available, self.queue.holders))
 
     def _held_or_fragmented_reason(self, request: DeviceRequest, pending: PendingClaim) -> Reason:
@@ -391,10 +387,8 @@ class Reasoning:
         if not nodes:
             at_limit = [gpu for gpu in available.selected.usable if gpu.is_at_its_limit]
             return (
-                no_free_device_sentences.profile_limit(available, at_limit)
+                sentences.profile_limit(available, at_limit)
                 if at_limit
-                else no_free_device_sentences.held(available, self.queue.holders)
+                else sentences.held(available, self.queue.holders)
             )
-        return no_free_device_sentences.fragmented(
-            available, nodes, moves_that_help(self.queue, ClaimRequirements((request,)), nodes)
-        )
+        return sentences.fragmented(available, nodes, moves_that_help(self.queue, ClaimRequirements((request,)), nodes))

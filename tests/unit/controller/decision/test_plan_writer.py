@@ -92,9 +92,9 @@ def test_a_listed_device_is_listed_whether_it_is_offered_or_not() -> None:
 
 
 def index_of(node: NodeView) -> UnheldDevices:
-    found = UnheldDevices()
-    found.update([node], changes([node]), fleet_of(node))
-    return found
+    devices = UnheldDevices()
+    devices.update([node], changes([node]), fleet_of(node))
+    return devices
 
 
 def test_a_plan_names_what_is_offered_held_and_withdrawn_on_its_node() -> None:

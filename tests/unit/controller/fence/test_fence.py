@@ -17,7 +17,8 @@ from controller.cluster.claim_index import PoolDevice
 from controller.fence import fence as module
 from controller.fence import fenced_devices as fenced
 from controller.fence import withdrawals as withdrawals_module
-from controller.fence.fence import REREAD_SECONDS, Fence, FenceSettings, Withdrawable
+from controller.fence.fence import Fence, FenceSettings, Withdrawable
+from controller.fence.fenced_devices import REREAD_SECONDS
 from controller.fence.withdrawals import Withdrawals
 from controller.step_names import Step
 from driver.errors import ApiError
@@ -283,9 +284,9 @@ def test_what_a_leader_whose_term_has_ended_fences_late_is_noticed(
     ended.start([])
     leader.start([])
     ended.take_back([A])
-    assert not leader.reread()
+    assert not leader.fenced.reread()
     clock.advance(REREAD_SECONDS)
-    assert leader.reread()
+    assert leader.fenced.reread()
     leader.lift([A])
     assert not api.fenced()
 
@@ -297,7 +298,7 @@ def test_a_config_map_that_is_not_there_when_it_is_read_again_loses_nothing(
     fence.take_back([A])
     api.drop(f"{CONFIG_MAPS}/tessera-fence")
     clock.advance(REREAD_SECONDS)
-    assert not fence.reread()
+    assert not fence.fenced.reread()
     fence.take_back([B])
     assert api.fenced() == {A, B}
 

@@ -115,7 +115,7 @@ def test_what_somebody_was_given_meanwhile_stays(api: FencedApi, taking: Taking)
 def test_a_fence_that_an_earlier_leader_writes_late_wakes_the_decision_that_lifts_it(
     api: FencedApi, taking: Taking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("controller.fence.fence.REREAD_SECONDS", 0)
+    monkeypatch.setattr("controller.fence.fenced_devices.REREAD_SECONDS", 0)
     monkeypatch.setattr("controller.fence.withdrawals.REREAD_SECONDS", 0.01)
     earlier = Fence(api.server.client(), taking.claims, FenceSettings(settle_s=0))
     earlier.start([])
