@@ -54,14 +54,14 @@ class PresentGpu(NamedTuple):
     uuid: str
 
 
-def main(arguments: list[str]) -> int:
-    """``NODE compute-policy [-i ID] --set-timeslice N`` or ``NODE -i ID -c MODE``; the exit status."""
+def run(arguments: list[str]) -> tuple[int, str]:
+    """``NODE compute-policy [-i ID] --set-timeslice N`` or ``NODE -i ID -c MODE``; exit status and output."""
     node, *rest = arguments
     options = _options(rest)
     gpus = _gpus(Path(node))
     chosen = _chosen(gpus, options.get("-i"))
     if not chosen:
-        return _end("No devices were found", NVML_NOT_FOUND)
+        return NVML_NOT_FOUND, "No devices were found"
     if "--set-timeslice" in options:
         value = options["--set-timeslice"]
         number = int(value) if value.isdecimal() and int(value) < len(TIME_SLICES) else None
@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
         valid = mode if mode in COMPUTE_MODES.values() else None
         what, done = "set compute mode", f"Set compute mode to {value.upper()}"
         return _set(Path(node), chosen, "computeMode", valid, what, "", done)
-    return _end(f"Invalid combination of input arguments: {' '.join(rest)}", INVALID_ARGUMENT)
+    return INVALID_ARGUMENT, f"Invalid combination of input arguments: {' '.join(rest)}"
 
 
 def _options(arguments: list[str]) -> dict[str, str]:
@@ -101,8 +101,11 @@ def _chosen(gpus: list[PresentGpu], ids: str | None) -> list[PresentGpu]:
     return [by_id[name] for name in names] if by_id.keys() >= set(names) else []
 
 
-def _set(node: Path, gpus: list[PresentGpu], field: str, value: int | None, what: str, detail: str, done: str) -> int:
+def _set(
+    node: Path, gpus: list[PresentGpu], field: str, value: int | None, what: str, detail: str, done: str
+) -> tuple[int, str]:
     """Set a field of each GPU's state; None: the value is not valid. ``what``, ``detail``, ``done``: for the output."""
+    lines = []
     for gpu in gpus:
         try:
             if value is None:
@@ -110,10 +113,10 @@ def _set(node: Path, gpus: list[PresentGpu], field: str, value: int | None, what
             with _changing(node, gpu) as state:
                 state[field] = value
         except SmiFailure as failure:
-            print(f"Failed to {what}{detail} for GPU {gpu.number} : {failure}")  # noqa: T201 - a program's output
-            return _end(f"Failed to {what} for requested devices : {failure}", failure.status)
-        print(f"{done} for GPU {gpu.number} {gpu.uuid}")  # noqa: T201
-    return 0
+            lines.append(f"Failed to {what}{detail} for GPU {gpu.number} : {failure}")
+            return failure.status, "\n".join([*lines, f"Failed to {what} for requested devices : {failure}"])
+        lines.append(f"{done} for GPU {gpu.number} {gpu.uuid}")
+    return 0, "\n".join(lines)
 
 
 @contextmanager
@@ -167,10 +170,7 @@ def _replace(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def _end(text: str, status: int) -> int:
-    print(text)  # noqa: T201
-    return status
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_status, output = run(sys.argv[1:])
+    print(output)  # noqa: T201 - a program's output
+    sys.exit(exit_status)

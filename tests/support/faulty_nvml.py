@@ -6,9 +6,8 @@ made to fail once, found by recording them. ``nvidia-smi``, which sets time-slic
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -134,15 +133,10 @@ class ToolInProcess(TimeSliceTool):
 
     def _run(self, command: list[str], what: str) -> tuple[int, str]:
         try:
-            return self._nvml.call(smi_tool.CALL, self._main, command[1:])  # type: ignore[no-any-return]
+            return self._nvml.call(smi_tool.CALL, smi_tool.run, [self._node, *command[1:]])  # type: ignore[no-any-return]
         except pynvml.NVMLError as error:
             status = error.value if error.value in smi_tool.STATUSES else smi_tool.OTHER_STATUS
             return status, f"Failed to set timeslice : {NAMES[error.value]}"
-
-    def _main(self, arguments: list[str]) -> tuple[int, str]:
-        with redirect_stdout(io.StringIO()) as said:
-            status = smi_tool.main([self._node, *arguments])
-        return status, said.getvalue()
 
 
 class FaultyHost(Host):

@@ -166,7 +166,7 @@ def mig_uuids(nvml: SimulatedNvml, device: Any) -> dict[int, str]:
 
 def set_compute_mode(node: SimulatedNode, mode: str) -> None:
     """Set the compute mode of the first GPU, with the node's nvidia-smi."""
-    assert smi_tool.main([str(node.root), "-i", "0", "-c", mode]) == 0
+    assert smi_tool.run([str(node.root), "-i", "0", "-c", mode])[0] == 0
 
 
 def remaining_capacity(product: Product, state: SimulatedGpuState, profile: ProductProfile) -> int:
