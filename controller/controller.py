@@ -14,8 +14,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from controller.cluster.cache import ClusterCache
+from controller.cluster.cache import ClusterCache, Snapshot
 from controller.decision.choose import ChooseStage
+from controller.decision.config_rollout import ConfigRollout
 from controller.decision.explain import ExplainStage
 from controller.decision.read import ReadStage
 from controller.decision.withdraw_and_admit import AdmitStage, WithdrawStage
@@ -84,6 +85,7 @@ class Controller:
         overlaps = OverlapEvictor(client, evictor, settings)
         failed_starts = FailedStarts(client, evictor, settings.driver_name, settings.evict_failed_starts_s)
         self._write = WriteStage(client, settings, self._cache, overlaps, failed_starts, observer)
+        self._rollout = ConfigRollout(client, settings.namespace, self._decided_from)
         self._explain = ExplainStage(client, settings, self._cache, self._fence, self._recorder, metrics)
         self._timed = (self._choose, self._admit, self._write, self._explain.finder)
         """The parts whose result may change by time alone."""
@@ -104,19 +106,24 @@ class Controller:
 
     def run(self, stop: threading.Event) -> None:
         """Lead until ``stop`` is set."""
-        withdrawals, labels, recorder = self._withdraw.withdrawals.loop, self._write.labels.loop, self._recorder
-        for run in (withdrawals.run, labels.run, recorder.run):
+        withdrawals, labels, rollout = self._withdraw.withdrawals.loop, self._write.labels.loop, self._rollout.loop
+        recorder = self._recorder
+        for run in (withdrawals.run, labels.run, rollout.run, recorder.run):
             threading.Thread(target=run, args=(stop,), daemon=True, name="leader-background").start()
 
         def end() -> None:
             stop.wait()
             self._fence.end()  # another controller leads by now: change nothing any more
-            for wake in (withdrawals.notify, labels.notify, recorder.wake, self._loop.notify):
+            for wake in (withdrawals.notify, labels.notify, rollout.notify, recorder.wake, self._loop.notify):
                 wake()
 
         threading.Thread(target=end, daemon=True, name="end-of-term").start()
+        rollout.notify()
         self._read.start(stop)
         self._loop.run(stop)
+
+    def _decided_from(self) -> Snapshot | None:
+        return None if self.last_decision is None else self.last_decision.snapshot
 
     def failure(self) -> str | None:
         """Why nodes must not rely on their plans: the caches are out of date, or no decisions are made."""

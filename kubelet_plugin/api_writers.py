@@ -26,6 +26,7 @@ from kubelet_plugin.health.device_health import HealthMonitor
 from kubelet_plugin.metrics.metrics_interface import Measurements
 from kubelet_plugin.plan.follower import PlanFollower
 from kubelet_plugin.plan.instructions import WatchedInstructions
+from kubelet_plugin.plan.node_config import ConfigFollower
 from kubelet_plugin.plan.plan_file import PlanFile
 from kubelet_plugin.plan.plan_status import FenceRelease, PlanReport, PlanStatusWriter
 from kubelet_plugin.reconcile.background_work import BackgroundWork
@@ -82,7 +83,10 @@ class Publishing:
         client, fields, node = api.client, api.fields, settings.node_name
         pool, inventory, probes = stores.pool, stores.inventory, background.probes
         self._inventory, self._health, self._watched = inventory, health, probes.publishing
-        self._instructions = WatchedInstructions(client, settings.namespace, node, settings.publish, changes)
+        self._instructions = WatchedInstructions(
+            client, settings.namespace, node, lambda: self._config.publish(), changes
+        )
+        self._config = ConfigFollower(self._instructions, settings, inventory, changes)
         self._follower = PlanFollower(
             self._instructions, inventory, fields, PlanFile(settings.state_dir), changes, settings.layout
         )
@@ -100,7 +104,7 @@ class Publishing:
             loop=background.loop(SLICES_DELAY_SECONDS, probes.publishing),
         )
         loop = background.loop(STATUS_DELAY_SECONDS, probes.plan_status)
-        self._plan_status = PlanStatusWriter(client, node, PlanReport(self._follower, health), loop=loop)
+        self._plan_status = PlanStatusWriter(client, node, PlanReport(self._follower, health, self._config), loop=loop)
         self._fence_release = FenceRelease(client, settings.namespace, pool, self._follower.mode_choice)
         self._claim_status = StatusWriter(
             client,
@@ -110,15 +114,21 @@ class Publishing:
             give_way=background.activity.wait_idle(STATUS_DELAY_SECONDS),
             events=api.events,
         )
-        self.writers = (
-            self._publisher.run,
-            self._claim_status.run,
-            self._plan_status.run,
-            self._fence_release.run,
-            self._follower.run,
-        )
         self.device_names, self.notify_slices = self._publisher.device_names, self._publisher.notify
         self.notify_claim_status, self.notify_plan_status = self._claim_status.notify, self._plan_status.notify
+
+    @property
+    def writers(self) -> tuple[Callable[[threading.Event], None], ...]:
+        """Loops that write, and those that decide what."""
+        parts = (
+            self._publisher,
+            self._claim_status,
+            self._plan_status,
+            self._fence_release,
+            self._follower,
+            self._config,
+        )
+        return *(part.run for part in parts), self._config.run
 
     @property
     def readers(self) -> tuple[Callable[[threading.Event], None], ...]:
@@ -140,7 +150,12 @@ class Publishing:
         self._plan_status.notify()
         self._fence_release.notify()
 
+    def label_changed(self) -> None:
+        self._config.notify()
+        self.notify()
+
     def plan_changed(self) -> None:
+        self._config.notify()
         if self._instructions.synced:
             plan = self._instructions.plan()
             self._health.apply_plan(PlanSpec() if plan is None else plan.spec)
@@ -150,6 +165,7 @@ class Publishing:
         self._held_changed(within_s=max(self._follower.mode_choice.held_lag_seconds, PREPARED_DELAY_SECONDS))
 
     def claim_released(self) -> None:
+        self._config.notify()
         self._held_changed(within_s=self._follower.mode_choice.held_lag_seconds)
 
     def _held_changed(self, within_s: float) -> None:

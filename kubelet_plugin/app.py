@@ -13,7 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from driver.clock import Clock
-from driver.errors import DriverMissing, HardwareError
+from driver.config.node_configs import NO_CONFIG
+from driver.errors import DriverMissing, HardwareError, UsageError
 from driver.hardware.host_paths import boot_id
 from driver.http import Check
 from driver.kube.types import Claim
@@ -21,7 +22,7 @@ from driver.model.device import number_gpus
 from driver.process_exit import join_all
 from driver.slices.slice_names import Pool
 from driver.step_observer import unobserved
-from kubelet_plugin.api_writers import Publishing, api_access
+from kubelet_plugin.api_writers import NODE_USER_AGENT, Publishing, api_access
 from kubelet_plugin.awaited_hardware import AwaitedHardware
 from kubelet_plugin.cdi.driver_files import DriverFileWatch
 from kubelet_plugin.cdi.spec_files import CdiDirectory
@@ -47,6 +48,7 @@ from kubelet_plugin.inventory.scan import NvmlEventListener, ScanLoop, Scanner
 from kubelet_plugin.inventory.standalone_offers import check_layouts, setting_warnings
 from kubelet_plugin.metrics import probes
 from kubelet_plugin.metrics.metrics_interface import Measurements
+from kubelet_plugin.plan.node_config import store_config, store_first_config, stored_config
 from kubelet_plugin.plan.plan_file import PlanFile
 from kubelet_plugin.reconcile.background_work import BackgroundWork, ClaimActivity
 from kubelet_plugin.reconcile.orphans import Orphans
@@ -93,8 +95,9 @@ class NodePlugin:
         This process must own ``settings.state_dir`` (``claim_directory``). ``sockets`` are given if they outlive the
         plugin; then no thread of the plugin writes anything after ``run`` has returned.
         """
+        settings = settings.configured(stored_config(settings.state_dir) or NO_CONFIG)
         self._settings, self._sockets = settings, sockets
-        self._stop = stop or threading.Event()
+        self._stop, self.needs_restart = stop or threading.Event(), False
         self._changes = ChangeNotifier()
         self._probes = probes.NodeProbes(settings, self._stop)
         self._metrics = _metrics(settings)
@@ -228,7 +231,8 @@ class NodePlugin:
         subscribe = self._changes.subscribe
         subscribe(NodeChange.KEPT_FIELDS, publishing.notify_slices)
         subscribe(NodeChange.PLAN, publishing.plan_changed)
-        subscribe(NodeChange.LABEL, publishing.notify)
+        subscribe(NodeChange.LABEL, publishing.label_changed)
+        subscribe(NodeChange.SETTINGS, self._restart)
         subscribe(NodeChange.MODE, publishing.notify)
         subscribe(NodeChange.PUBLISHED, publishing.notify_plan_status)
         subscribe(NodeChange.RESERVATIONS, publishing.notify)
@@ -293,7 +297,7 @@ class NodePlugin:
     def stop(self) -> None:
         """Ask ``run`` to return."""
         self._stop.set()
-        self._publishing.notify()
+        self._publishing.label_changed()
         self._publishing.notify_claim_status()
         self._reconciler.notify()
         self._trials.notify()
@@ -302,6 +306,10 @@ class NodePlugin:
         self._scanner.scan_soon()
         if self._usage:
             self._usage.notify()
+
+    def _restart(self) -> None:
+        self.needs_restart = True
+        self._stop.set()
 
     @property
     def uninstalling(self) -> bool:
@@ -342,9 +350,16 @@ def discovered_plugin(
 
     This process must own ``settings.state_dir``. None: ``stop`` was set meanwhile. Raises FatalError.
     """
+    store_first_config(settings, NODE_USER_AGENT)
     while not stop.is_set():
         try:
             return NodePlugin(settings, observer, stop, sockets)
+        except UsageError as error:
+            if not (stored_config(settings.state_dir) or NO_CONFIG).settings:
+                raise
+            log.error("the stored configuration is not valid any more: the flags apply", extra={"error": str(error)})
+            store_config(settings.state_dir, NO_CONFIG)
+            continue
         except DriverMissing as error:
             missing = error.reason
         except HardwareError as error:

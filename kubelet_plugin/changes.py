@@ -47,7 +47,7 @@ class NodeChange(StrEnum):
 
     KEPT_FIELDS = "kept-fields"  # KeptFields: perhaps which fields of devices the API server keeps
     PLAN = "plan"  # WatchedInstructions: the plan, whether there is a controller, whether Tessera is being uninstalled
-    LABEL = "label"  # WatchedInstructions: the label that selects what the node publishes, or whether it has a kubelet
+    LABEL = "label"  # WatchedInstructions: labels, configurations of nodes, whether it has a kubelet; ConfigFollower
     MODE = "mode"  # PlanFollower: whether the node follows the plan, is standalone, or publishes every device
     PUBLISHED = "published"  # PlanFollower: the published devices, of which the plan's status reports
     RESERVATIONS = "reservations"  # OtherDriverWatch: the GPUs that are reserved for other drivers
@@ -58,6 +58,7 @@ class NodeChange(StrEnum):
     CONDITION = "condition"  # NodeConditions: what is wrong with the node as a whole
     RELEASED = "released"  # ClaimCleanup: a claim has no devices any more
     RELEASE_FAILED = "release-failed"  # ClaimCleanup: the release of a claim has to be repeated
+    SETTINGS = "settings"  # ConfigFollower: the plugin has to start again with another configuration
     CDI_RESTORED = "cdi-restored"  # CdiDirectory: the directory was missing and has been created again
 
 

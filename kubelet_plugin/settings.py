@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -15,8 +15,10 @@ from driver.config.flag_values import (
     ListenAddress,
     check_driver_name,
     check_namespace,
+    matching,
     parse_listen_address,
 )
+from driver.config.node_configs import NO_CONFIG, PARSERS, NodeConfig
 from driver.errors import UsageError
 from driver.model.gpu import Gpu
 from driver.model.gpu_settings import (
@@ -27,10 +29,8 @@ from driver.model.gpu_settings import (
     GpuSelection,
     Layouts,
     ShareCounts,
-    parse_layouts,
-    parse_share_counts,
 )
-from driver.model.plan import CURATED, PUBLISH_VALUES
+from driver.model.plan import CURATED
 
 NODE_NAME = re.compile(rf"(?=.{{1,253}}$){SUBDOMAIN.pattern}")
 
@@ -47,23 +47,10 @@ SHORTEST_USAGE_INTERVAL_SECONDS, LONGEST_USAGE_INTERVAL_SECONDS = 1.0, 600.0
 POD_UID = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9]{0,61}[A-Za-z0-9])?")
 
 
-def _matching(pattern: re.Pattern[str], meaning: str) -> Callable[[str], str]:
-    def parse(value: str) -> str:
-        if not pattern.fullmatch(value):
-            raise ValueError(f"must be {meaning}")
-        return value
-
-    return parse
-
-
 def _absolute(value: str | Path) -> Path:
     if not Path(value).is_absolute():
         raise ValueError("must be an absolute path")
     return Path(value)
-
-
-def _one_of(*allowed: str) -> Callable[[str], str]:
-    return _matching(re.compile("|".join(allowed)), " or ".join(allowed))
 
 
 def _usage_interval(value: str) -> float:
@@ -74,9 +61,9 @@ def _usage_interval(value: str) -> float:
     return seconds
 
 
-_node_name = _matching(NODE_NAME, "the name of a Node object: a DNS subdomain such as worker-1")
-_gpus = _matching(re.compile("nvml|sim:.+", re.DOTALL), "nvml, sim:NAME (see `tessera sim list`) or sim:FILE")
-_pod_uid = _matching(POD_UID, "the uid of this process' pod (metadata.uid): letters, digits and dashes")
+_node_name = matching(NODE_NAME, "the name of a Node object: a DNS subdomain such as worker-1")
+_gpus = matching(re.compile("nvml|sim:.+", re.DOTALL), "nvml, sim:NAME (see `tessera sim list`) or sim:FILE")
+_pod_uid = matching(POD_UID, "the uid of this process' pod (metadata.uid): letters, digits and dashes")
 
 
 # No pydantic here: it costs the node plugin 8 MiB, and nothing else in it needs it before a claim has parameters.
@@ -95,25 +82,34 @@ class NodeSettings:
     driver_root: Annotated[Path, _absolute] = Path("/")
     host_root: Annotated[Path, _absolute] = Path("/")
     nvml_library: Annotated[Path | None, Path] = None
-    include_gpus: Annotated[GpuSelection, GpuSelection.parse] = EVERY_GPU
-    exclude_gpus: Annotated[GpuSelection, GpuSelection.parse] = NO_GPU
-    mig_gpus: Annotated[GpuSelection, GpuSelection.parse] = NO_GPU
-    shares: Annotated[ShareCounts, parse_share_counts] = NO_SHARES
-    shares_only: Annotated[GpuSelection, GpuSelection.parse] = NO_GPU
-    publish: Annotated[str, _one_of(*PUBLISH_VALUES)] = CURATED
-    layout: Annotated[Layouts, parse_layouts] = NO_LAYOUTS
-    existing_partitions: Annotated[str, _one_of("ignore", "publish")] = "ignore"
-    neighbours: Annotated[str, _one_of("refuse", "exclude")] = "refuse"
+    include_gpus: Annotated[GpuSelection, PARSERS["include_gpus"]] = EVERY_GPU
+    exclude_gpus: Annotated[GpuSelection, PARSERS["exclude_gpus"]] = NO_GPU
+    mig_gpus: Annotated[GpuSelection, PARSERS["mig_gpus"]] = NO_GPU
+    shares: Annotated[ShareCounts, PARSERS["shares"]] = NO_SHARES
+    shares_only: Annotated[GpuSelection, PARSERS["shares_only"]] = NO_GPU
+    publish: Annotated[str, PARSERS["publish"]] = CURATED
+    layout: Annotated[Layouts, PARSERS["layout"]] = NO_LAYOUTS
+    existing_partitions: Annotated[str, PARSERS["existing_partitions"]] = "ignore"
+    neighbours: Annotated[str, PARSERS["neighbours"]] = "refuse"
     sim_latency: Annotated[str, str] = "default"
     metrics_address: Annotated[ListenAddress | None, parse_listen_address] = None
     usage_interval: Annotated[float | None, _usage_interval] = None
     health_address: Annotated[ListenAddress | None, parse_listen_address] = None
     pod_uid: Annotated[str, _pod_uid] = ""
+    config: NodeConfig = NO_CONFIG
+    """The node's configuration; it replaces some of ``flags``."""
+    flags: NodeSettings | None = None
+    """The settings without the configuration; None: there is none in these settings."""
 
     @property
     def simulated(self) -> str | None:
         """The name or file of the simulated node, or None for real GPUs."""
         return self.gpus.removeprefix("sim:") if self.gpus.startswith("sim:") else None
+
+    def configured(self, config: NodeConfig) -> NodeSettings:
+        """The flags, with the settings of ``config`` instead of those that it replaces."""
+        flags, parsed = self.flags or self, {name: PARSERS[name](value) for name, value in config.settings.items()}
+        return replace(flags, config=config, flags=flags, **parsed)
 
     def manages(self, gpu: Gpu) -> bool:
         """Whether the plugin uses ``gpu``."""

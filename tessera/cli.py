@@ -147,13 +147,20 @@ def node(**flags: Any) -> None:
         from kubelet_plugin.app import node_plugin
         from kubelet_plugin.settings import node_settings
 
-        settings, stop = node_settings(**flags), threading.Event()
+        settings, stop, is_terminated = node_settings(**flags), threading.Event(), threading.Event()
+
+        def terminate(*_: object) -> None:
+            is_terminated.set()
+            stop.set()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
+            signal.signal(number, terminate)
         plugin = node_plugin(settings, stop)
         gc.freeze()
     finally:
         gc.enable()
     if plugin is not None:
         plugin.run()
+    if not is_terminated.is_set():  # its configuration has changed: the same process starts again
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - there is no shell
     leave(log)

@@ -344,6 +344,7 @@ def _kept_plan(found: GpuNodePlan) -> GpuNodePlan:
         unprepared=status.unprepared,
         unreleased=status.unreleased,
         conditions=tuple(item for item in status.conditions if item.type == NodeConditionType.UNABLE),
+        config=status.config,
     )
     return GpuNodePlan(found.metadata, found.spec, kept)
 

@@ -15,7 +15,7 @@ from controller.step_names import Observer, Step
 from driver.errors import CONFLICT, ApiError
 from driver.kube.client import KubeClient, Object
 from driver.kube.types import GpuNodePlan
-from driver.model.plan import API_VERSION, KIND, OPERATOR_FIELDS, PATH, PlanSpec
+from driver.model.plan import API_VERSION, KIND, PATH, SEPARATE_FIELDS, PlanSpec
 from driver.step_observer import observed, unobserved
 
 log = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class PlanWriter:
     def _write(self, due: Due) -> ApiError | None:
         """Write one plan, unless it changed meanwhile (CONFLICT): another controller may lead by now."""
         _, node, plan, owner, spec = due
-        body = {"spec": {key: value for key, value in msgspec.to_builtins(spec).items() if key not in OPERATOR_FIELDS}}
+        body = {"spec": {key: value for key, value in msgspec.to_builtins(spec).items() if key not in SEPARATE_FIELDS}}
         with observed(self._observer, Step.WRITE_PLAN):
             try:
                 if plan is None:

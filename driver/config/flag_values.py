@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,3 +58,18 @@ def parse_listen_address(value: str) -> ListenAddress:
             "or :9400 for every address"
         )
     return ListenAddress(match["host"].strip("[]"), int(match["port"]))
+
+
+def matching(pattern: re.Pattern[str], meaning: str) -> Callable[[str], str]:
+    """A check that the whole value matches ``pattern``; it raises ValueError with the ``meaning``."""
+
+    def parse(value: str) -> str:
+        if not pattern.fullmatch(value):
+            raise ValueError(f"must be {meaning}")
+        return value
+
+    return parse
+
+
+def one_of(*allowed: str) -> Callable[[str], str]:
+    return matching(re.compile("|".join(allowed)), " or ".join(allowed))

@@ -474,6 +474,11 @@ class Pod(Struct, frozen=True):
         return Key(self.metadata.namespace, group.pod_group_name) if group and group.pod_group_name else None
 
 
+class ConfigMap(Struct, frozen=True):
+    metadata: Metadata
+    data: dict[str, str] = {}
+
+
 class ContainerPort(Struct, frozen=True):
     container_port: int
     name: str = ""

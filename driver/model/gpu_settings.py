@@ -16,6 +16,8 @@ T = TypeVar("T")
 ALL = "all"
 NAME = re.compile(r"all|\d+|GPU-[0-9a-f-]+|[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 PRODUCT = re.compile(r"(?!GPU-)[A-Za-z][\w .()/+-]*")
+SELECTED_PRODUCT = re.compile(r"[A-Za-z]\w* [\w .()/+-]*")
+"""Of two words, as NVML has them: a typing error in an index is not a product."""
 PROFILE = re.compile(r"\d+g\.\d+gb[a-z.+-]*")
 FEWEST_SHARES = 2
 ACCEPTED = f"0 (none) or {FEWEST_SHARES} to {MOST_SHARES}"
@@ -39,11 +41,14 @@ class GpuSelection:
 
     @classmethod
     def parse(cls, text: str) -> GpuSelection:
-        """``0,GPU-...,0000:1b:00.0`` or ``all``. Raises ValueError naming the entry that is none of these."""
+        """``0,GPU-...,0000:1b:00.0,NVIDIA L4`` or ``all``. Raises ValueError naming the entry that is none of these."""
         entries = [entry.strip() for entry in text.split(",") if entry.strip()]
         for entry in entries:
-            if not NAME.fullmatch(entry):
-                raise ValueError(f"{entry!r} is no index (0), UUID (GPU-...) or PCI address (0000:1b:00.0), nor `all`")
+            if not NAME.fullmatch(entry) and not SELECTED_PRODUCT.fullmatch(entry):
+                raise ValueError(
+                    f"{entry!r} is no index (0), UUID (GPU-...), PCI address (0000:1b:00.0) or product (NVIDIA L4), "
+                    "nor `all`"
+                )
         return cls(frozenset(entries))
 
     def __contains__(self, gpu: Gpu) -> bool:

@@ -101,6 +101,9 @@ class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
     ``cordoned`` and ``cleared`` are operators' (``tessera cordon``, ``uncordon``), followed whether the node follows
     the plan or not, and never written by the controller: ``GPU-<uuid> <reason>`` of GPUs that no new claim may get,
     and ClearedFaults as they are written.
+
+    ``config_revision`` is the revision of its configuration with which the node plugin may start again
+    (``controller.config_rollout``); the writer of plans leaves it alone, too.
     """
 
     epoch: str = ""
@@ -115,6 +118,7 @@ class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
     monitors: bool = False
     cordoned: tuple[str, ...] = ()
     cleared: tuple[str, ...] = ()
+    config_revision: str = ""
 
     @property
     def held_devices(self) -> frozenset[str]:
@@ -132,8 +136,8 @@ class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
 
     @property
     def controller_fields(self) -> PlanSpec:
-        """The spec without the ``OPERATOR_FIELDS``: what the controller writes."""
-        return msgspec.structs.replace(self, cordoned=(), cleared=())
+        """The spec without the ``SEPARATE_FIELDS``: what the controller decides."""
+        return msgspec.structs.replace(self, cordoned=(), cleared=(), config_revision="")
 
     @property
     def offered(self) -> frozenset[Offer]:
@@ -146,8 +150,8 @@ class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
         return parsed_offers(self.listed)
 
 
-OPERATOR_FIELDS = ("cordoned", "cleared")
-"""The fields of a spec that the controller never writes."""
+SEPARATE_FIELDS = ("cordoned", "cleared", "configRevision")
+"""The fields of a spec that operators and the rollout of configurations write, and decisions never do."""
 
 
 class PlanMode(StrEnum):
@@ -233,6 +237,15 @@ class NodeCondition(msgspec.Struct, frozen=True, rename="camel"):
     message: str
 
 
+class ConfigStatus(msgspec.Struct, frozen=True):
+    """The configuration of a node: its name (empty: the flags apply), its revision, and what is wrong with the one that
+    the node should have instead."""
+
+    name: str = ""
+    revision: str = ""
+    error: str = ""
+
+
 class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
     """``epoch`` changes when the node becomes standalone or complete: no plan asked for what it offers then.
 
@@ -244,7 +257,7 @@ class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
     ones. ``refused`` are offers that are not published, and why. ``faults`` are those that an operator can clear, each
     as ClearedFaults writes it, and what it is. ``unprepared`` are the claims whose pods wait for their devices to be
     prepared, ``unreleased`` those whose pods have ended and whose devices can't be released. ``conditions`` are what is
-    wrong with the node as a whole.
+    wrong with the node as a whole. ``config`` is the node's configuration.
     """
 
     observed_generation: int = 0
@@ -261,6 +274,7 @@ class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
     unprepared: tuple[FailedClaim, ...] = ()
     unreleased: tuple[FailedClaim, ...] = ()
     conditions: tuple[NodeCondition, ...] = ()
+    config: ConfigStatus = ConfigStatus()
 
 
 class FaultKind(StrEnum):

@@ -1,4 +1,4 @@
-"""What the cluster tells a node about the devices to publish: its plan, the heartbeat, and a label of its Node.
+"""What the cluster tells a node: its plan, the heartbeat, labels of its Node, and the configurations of nodes.
 
 The plan also has the cordons of the node's GPUs, which ``health.device_health`` reads.
 """
@@ -6,12 +6,13 @@ The plan also has the cordons of the node's GPUs, which ``health.device_health``
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
 
+from driver.config.node_configs import CONFIGS_KEY, NODE_CONFIGS
 from driver.kube.client import KubeClient
 from driver.kube.controller_heartbeat import HeartbeatWatch
-from driver.kube.types import GpuNodePlan, Node, PlanMetadata
+from driver.kube.types import ConfigMap, GpuNodePlan, Node, PlanMetadata
 from driver.kube.watch_cache import WatchCache
 from driver.model.plan import COMPLETE, PATH, PUBLISH, PUBLISH_VALUES
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
@@ -26,6 +27,13 @@ NO_CRD = (
 
 class _PlanCache(WatchCache[GpuNodePlan, GpuNodePlan]):
     message_if_not_installed = NO_CRD
+
+
+class NodeFacts(NamedTuple):
+    """The labels of the Node, and whether a kubelet has written its status."""
+
+    labels: Mapping[str, str]
+    has_kubelet: bool
 
 
 class Instructions(Protocol):
@@ -50,11 +58,13 @@ class Instructions(Protocol):
 class WatchedInstructions:
     """``Instructions`` from watches. Run each of ``loops`` in a thread of its own.
 
-    ``default`` is one of PUBLISH_VALUES, and applies if the Node has no label PUBLISH, or one that is not valid.
+    ``publish`` returns one of PUBLISH_VALUES, which applies if the Node has no label PUBLISH, or one that is not valid.
     """
 
-    def __init__(self, client: KubeClient, namespace: str, node: str, default: str, changes: ChangeNotifier) -> None:
-        self._default = default
+    def __init__(
+        self, client: KubeClient, namespace: str, node: str, publish: Callable[[], str], changes: ChangeNotifier
+    ) -> None:
+        self._publish = publish
         selector = {"fieldSelector": f"metadata.name={node}"}
 
         def plan_changed(*_: object) -> None:
@@ -66,11 +76,14 @@ class WatchedInstructions:
         self._plans = _PlanCache(client, PATH, GpuNodePlan, without_status, plan_changed, selector)
         self._heartbeat = HeartbeatWatch(client, namespace, on_change=plan_changed)
         self._nodes = WatchCache(client, NODES_PATH, Node, _node_facts, node_changed, selector)
+        path, named = f"/api/v1/namespaces/{namespace}/configmaps", {"fieldSelector": f"metadata.name={NODE_CONFIGS}"}
+        self._configs = WatchCache(client, path, ConfigMap, _configs_text, node_changed, named)
         self.controller_is_alive = self._heartbeat.alive
         self.loops: tuple[Callable[[threading.Event], None], ...] = (
             self._plans.run,
             self._heartbeat.run,
             self._nodes.run,
+            self._configs.run,
         )
 
     @property
@@ -88,22 +101,34 @@ class WatchedInstructions:
         return self.synced and self.plan() is None and not self.has_controller()
 
     def publishes_all(self) -> bool | None:
-        if not self._nodes.synced:
+        labels = self.labels()
+        if labels is None:
             return None
-        label, _ = next(iter(self._nodes.snapshot().values()), ("", False))
-        return (label if label in PUBLISH_VALUES else self._default) == COMPLETE
+        label = labels.get(PUBLISH, "")
+        return (label if label in PUBLISH_VALUES else self._publish()) == COMPLETE
+
+    def labels(self) -> Mapping[str, str] | None:
+        """The labels of the Node; None: not known yet."""
+        return next((facts.labels for facts in self._nodes.snapshot().values()), {}) if self._nodes.synced else None
+
+    def configs(self) -> str | None:
+        """The configurations of nodes as their ConfigMap has them; None: not known yet."""
+        return next(iter(self._configs.snapshot().values()), "") if self._configs.synced else None
 
     def has_kubelet(self) -> bool | None:
         """Whether a kubelet has written the status of the Node; None: not known yet, or there is no Node."""
-        return next((has_kubelet for _, has_kubelet in self._nodes.snapshot().values()), None)
+        return next((facts.has_kubelet for facts in self._nodes.snapshot().values()), None)
 
     def uninstalling(self) -> bool:
         return self._heartbeat.leaving
 
 
-def _node_facts(node: Node) -> tuple[str, bool]:
-    """The label PUBLISH, and whether a kubelet has written the status."""
-    return node.metadata.labels.get(PUBLISH, ""), bool(node.status.node_info.kubelet_version)
+def _node_facts(node: Node) -> NodeFacts:
+    return NodeFacts(node.metadata.labels, bool(node.status.node_info.kubelet_version))
+
+
+def _configs_text(configs: ConfigMap) -> str:
+    return configs.data.get(CONFIGS_KEY, "")
 
 
 def without_status(plan: GpuNodePlan) -> GpuNodePlan:

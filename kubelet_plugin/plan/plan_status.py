@@ -23,6 +23,7 @@ from driver.model.plan import (
     FENCE,
     KIND,
     PATH,
+    ConfigStatus,
     OfferMode,
     PlanMode,
     PlanStatus,
@@ -36,6 +37,7 @@ from kubelet_plugin.health.failed_preparations import UNPREPARE
 from kubelet_plugin.health.node_problems import NodeConditions
 from kubelet_plugin.plan.follower import PlanFollower, Publication
 from kubelet_plugin.plan.mode import ModeChoice
+from kubelet_plugin.plan.node_config import ConfigFollower
 
 STATUS_COALESCE_SECONDS, RELEASE_COALESCE_SECONDS = 0.5, 0.05
 
@@ -52,10 +54,11 @@ CREATE_INTERVAL_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """Thread-safe. ``health`` has the faults that operators can clear."""
+    """Thread-safe. ``health`` has the faults that operators can clear, ``config`` the node's configuration."""
 
     follower: PlanFollower
     health: HealthMonitor | None = None
+    config: ConfigFollower | None = None
 
     def status(self) -> PlanStatus:
         follower = self.follower
@@ -77,6 +80,7 @@ class PlanReport:
             unprepared=self.health.failed_preparations.reported() if self.health is not None else (),
             unreleased=self.health.failed_preparations.reported(UNPREPARE) if self.health is not None else (),
             conditions=self.health.node_conditions.current() if self.health is not None else (),
+            config=self.config.status if self.config is not None else ConfigStatus(),
         )
 
     def _refused(self, plan: GpuNodePlan, publication: Publication) -> Iterator[str]:
@@ -180,7 +184,7 @@ def _urgent(uid: str, status: PlanStatus) -> tuple[object, ...]:
     """The fields that the controller or an operator acts on."""
     modes = (status.mode, status.offer_mode, status.dropped, status.left_out)
     failed = [[(claim.uid, claim.cause) for claim in claims] for claims in (status.unprepared, status.unreleased)]
-    return uid, status.epoch, *modes, status.inventory, status.faults, status.conditions, *failed
+    return uid, status.epoch, *modes, status.inventory, status.faults, status.conditions, status.config, *failed
 
 
 class FenceRelease:

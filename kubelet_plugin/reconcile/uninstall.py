@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 STATE_FILES = (
     "plan.json",
+    "node-config.json",
+    "node-config.json",
     "gpus.json",
     "driver-files.json",
     "usage.json",

@@ -263,6 +263,8 @@ class RollingInstance:
                 plugin.run()
             finally:
                 self._plugin = None
+            if plugin.needs_restart:
+                self._stop.set()
         with observed(self._observer, HandOver.RELEASE):
             self._lock.release()
         self._released.set()

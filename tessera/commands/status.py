@@ -71,6 +71,7 @@ CHECKS: Mapping[str, StatusCheck] = {
     "health": StatusCheck(nodes.health, (Listing.SLICES,), (Listing.PLANS, Listing.PENDING)),
     "offers": StatusCheck(nodes.offers, (Listing.PLANS, Listing.SLICES)),
     "mode": StatusCheck(nodes.mode, (Listing.PLANS, Listing.SLICES), (Listing.LEASES,)),
+    "settings": StatusCheck(installation.configurations, (Listing.PLANS,)),
     "clocks": StatusCheck(installation.clocks, (), (Listing.LEASES, Listing.NODE_LEASES)),
     "neighbours": StatusCheck(nodes.other_drivers, (Listing.NODES, Listing.SLICES, Listing.PLANS, Listing.CLAIMS)),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,11 +10,19 @@ from typing import Any
 
 import click
 
+from driver.config.node_configs import CONFIGS_KEY, NODE_CONFIGS, read_configs
+from driver.errors import FatalError
 from driver.hardware.host import GpuFault
 from driver.hardware.pci_distance import Nic, Place, find_nics, level, links_between, place_of
+from driver.kube.client import KubeClient
+from driver.kube.get_and_list import read_all
+from driver.kube.types import Node
 from driver.model.gpu import Gpu, Partition
 from kubelet_plugin.inventory.open_hardware import open_host
+from kubelet_plugin.plan.instructions import NODES_PATH
 from kubelet_plugin.settings import node_settings
+from tessera.cluster_options import client_of, find_plans, with_kubeconfig
+from tessera.config_preview import as_table, preview, read_file
 from tessera.tables_and_drawings import Span, columns, draw_slices, show, with_output
 
 RELATIONS_LEGEND = """\
@@ -55,17 +64,29 @@ class Topology:
 @click.option("--gpus", help="Source of the GPUs: nvml, sim:NAME or sim:FILE.  [default: nvml]")
 @click.option("--host-root", type=click.Path(path_type=Path), help="The host's root directory as this process sees it.")
 @click.option("--nvml-library", type=click.Path(path_type=Path), help="Path of libnvidia-ml.so.1.  [default: searched]")
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    help="Show instead which settings each node of the cluster would get from the nodeConfigs in this file of values.",
+)
+@with_kubeconfig
+@click.option("--namespace", default="tessera", show_default=True, help="Namespace of the release, for --config.")
 @with_output("table", "json")
-def topology(output: str, **flags: Any) -> None:
+def topology(output: str, config: Path | None, kubeconfig: Path | None, namespace: str, **flags: Any) -> None:
     """Show the distances between GPUs and NICs, NVLink cliques, the partitions of each GPU, and its MIG profiles.
 
-    Only reads. With --gpus sim:NAME and no --host-root a temporary node is simulated.
+    Only reads. With --gpus sim:NAME and no --host-root a temporary node is simulated. With --config: what an edit of
+    nodeConfigs would change, node by node (exit code 1 if a node could not have its configuration).
 
     \b
     Examples:
       tessera topology
       tessera topology --gpus sim:dgx-h100
+      tessera topology --config values.yaml
     """
+    if config is not None:
+        _show_preview(output, config, client_of(kubeconfig, "tessera-command"), namespace)
+        return
     settings = node_settings(node_name="this-node", sim_latency="zero", **flags)
     with open_host(settings, lasting=False) as (host, paths):
         discovery, nics = host.discover(), find_nics(paths.root)
@@ -74,6 +95,17 @@ def topology(output: str, **flags: Any) -> None:
     layout = Topology(discovery.gpus, nics, places, partitions, discovery.faults)
     gpus = [_gpu_as_json(layout, index) for index in range(len(layout.gpus))]
     show(output, gpus, _as_text(layout, gpus))
+
+
+def _show_preview(output: str, file: Path, client: KubeClient, namespace: str) -> None:
+    then = read_file(file)
+    stored = client.find(f"/api/v1/namespaces/{namespace}/configmaps/{NODE_CONFIGS}") or {}
+    now = read_configs((stored.get("data") or {}).get(CONFIGS_KEY, ""))
+    nodes = {node.metadata.name: node.metadata.labels for node in read_all(client, NODES_PATH, Node)}
+    rows = preview(now, then, nodes, find_plans(client) or [])
+    show(output, rows, as_table(rows))
+    if any(row["error"] for row in rows):
+        sys.exit(FatalError.exit_code)
 
 
 def _as_text(found: Topology, gpus: Sequence[dict[str, Any]]) -> str:

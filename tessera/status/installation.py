@@ -1,7 +1,8 @@
-"""Checks of ``tessera status`` about API server, GpuNodePlan kind, classes, admission policies and clocks (pure)."""
+"""Checks of ``tessera status`` about API server, GpuNodePlan kind, classes, policies, clocks, configurations (pure)."""
 
 from __future__ import annotations
 
+from controller.explain.sources.selected_gpus import listed
 from driver.kube.controller_heartbeat import renewed_at
 from driver.kube.get_and_list import minor_version
 from driver.model.plan import FENCE
@@ -100,6 +101,23 @@ def clocks(snapshot: StatusSnapshot) -> CheckOutput:
             direction = "ahead of" if seconds > 0 else "behind"
             message = f"its clock is {abs(seconds):.0f} s {direction} the API server's"
             yield Problem(holder, message, "synchronise it (chrony, NTP)")
+
+
+def configurations(snapshot: StatusSnapshot) -> CheckOutput:
+    """The nodes by configuration, and those that can not have theirs."""
+    nodes: dict[str, list[str]] = {}
+    for name, plan in sorted((snapshot.plans or {}).items()):
+        config = plan.status.config
+        if config.name:
+            nodes.setdefault(config.name, []).append(name)
+        if config.error:
+            current = f"configuration {config.name}" if config.name else "the flags of its plugin"
+            remedy = "correct nodeConfigs or the label of the Node; the node follows it at once"
+            yield Problem(name, f"keeps {current}: {config.error}", remedy)
+    yield (
+        "; ".join(f"{name}: {listed(configured)}" for name, configured in sorted(nodes.items()))
+        or "the same everywhere"
+    )
 
 
 def our_classes(snapshot: StatusSnapshot) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from driver.kube.types import GpuNodePlan
@@ -20,6 +20,8 @@ class GivenInstructions:
     publishes_all: Callable[[], bool | None] = lambda: False
     has_controller: Callable[[], bool] = lambda: False
     lacks_plan: Callable[[], bool] = lambda: False
+    labels: Callable[[], Mapping[str, str] | None] = lambda: None
+    configs: Callable[[], str | None] = lambda: None
 
 
 class GivenSlices:

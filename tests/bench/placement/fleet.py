@@ -93,7 +93,7 @@ class FleetNode:
         self._mode, self._owner = mode, owner
         self._has_plan = mode in {Mode.CURATED, Mode.COMPLETE}
         changes = ChangeNotifier()
-        self._word = WatchedInstructions(client, NAMESPACE, name, CURATED, changes)
+        self._word = WatchedInstructions(client, NAMESPACE, name, lambda: CURATED, changes)
         instructions = GivenInstructions(
             self._word.plan,
             self._word.controller_is_alive,

@@ -99,7 +99,7 @@ class Reporting:
 
     def __post_init__(self) -> None:
         client, changes = self.api.server.client(), ChangeNotifier()
-        self.plans = WatchedInstructions(client, "tessera", "node-a", CURATED, changes)
+        self.plans = WatchedInstructions(client, "tessera", "node-a", lambda: CURATED, changes)
         self.follower = SimpleNamespace(instructions=self.plans)
         report: Any = self
         self.writer = PlanStatusWriter(client, "node-a", report)
