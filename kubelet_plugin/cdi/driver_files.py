@@ -55,8 +55,8 @@ PROGRAMS = (
 )
 
 FIRMWARE = ("*/gsp*.bin",)
-FIRMWARE_DIRECTORIES = ("lib/firmware/nvidia", "usr/lib/firmware/nvidia", "firmware/nvidia")
-"""The last one on GKE."""
+FIRMWARE_DIRECTORIES = ("lib/firmware/nvidia", "usr/lib/firmware/nvidia")
+"""Containers get the files in the first one."""
 
 LOADER_DIRECTORIES = ("/usr/lib64", f"/usr/lib/{os.uname().machine}-linux-gnu", "/usr/local/nvidia/lib64")
 """Where images look without a hook: loaders of Red Hat and SUSE; those of Debian, Ubuntu and distroless images;
