@@ -58,9 +58,12 @@ FIRMWARE = ("*/gsp*.bin",)
 FIRMWARE_DIRECTORIES = ("lib/firmware/nvidia", "usr/lib/firmware/nvidia")
 """Containers get the files in the first one."""
 
-LOADER_DIRECTORIES = ("/usr/lib64", f"/usr/lib/{os.uname().machine}-linux-gnu", "/usr/local/nvidia/lib64")
-"""Where images look without a hook: loaders of Red Hat and SUSE; those of Debian, Ubuntu and distroless images;
-``LD_LIBRARY_PATH`` of NVIDIA's images."""
+LOADER_DIRECTORIES = ("/usr/lib64", f"/usr/lib/{os.uname().machine}-linux-gnu")
+"""Where loaders look without a cache: those of Red Hat and SUSE; those of Debian, Ubuntu and distroless images."""
+
+NVIDIA_DIRECTORY = "/usr/local/nvidia/lib64"
+"""In ``LD_LIBRARY_PATH`` of NVIDIA's images. Not used with a hook: it would take precedence over the cache, and so over
+the CUDA compatibility libraries of an image."""
 
 PATH_DIRECTORIES = ("/usr/bin", "/usr/local/nvidia/bin")
 """In the ``PATH`` of all images, and of NVIDIA's."""
@@ -96,15 +99,14 @@ def find_driver_files(paths: HostPaths, driver_root: Path, cdi_hook: str = AUTO)
     """Find the files below ``driver_root``. ``cdi_hook``: AUTO, NONE or the hook's path on the host."""
     root = paths.here(str(driver_root))
     hook, ldconfig = _find_hook(paths.root, cdi_hook), _first(paths.root, LDCONFIG)
-    libraries = _libraries(root)
-    uses_hook = hook is not None and ldconfig is not None and bool(libraries)
-    files = dict(libraries) if uses_hook else _in_loader_directories(libraries)
-    files |= _programs(root) | _firmware(root)
+    libraries, commands = _libraries(root), list[tuple[str, ...]]()
+    if hook is not None and ldconfig is not None and libraries:
+        update = _update_ldcache(libraries, paths.for_runtime(f"/{ldconfig}"))
+        commands = [*_enable_compat(paths.root, hook, libraries), update]
+    directories = LOADER_DIRECTORIES if commands else (*LOADER_DIRECTORIES, NVIDIA_DIRECTORY)
+    files = _copied(libraries, directories) | _programs(root) | _firmware(root)
     mounts = {path: paths.for_runtime(str(driver_root / files[path])) for path in sorted(files)}
-    if hook is None or ldconfig is None or not uses_hook:
-        return DriverFiles(mounts, (), None)
-    update = _update_ldcache(libraries, paths.for_runtime(f"/{ldconfig}"))
-    return DriverFiles(mounts, (*_enable_compat(paths.root, hook, libraries), update), paths.for_runtime(f"/{hook}"))
+    return DriverFiles(mounts, tuple(commands), paths.for_runtime(f"/{hook}") if commands else None)
 
 
 class DriverFileWatch:
@@ -162,11 +164,11 @@ def _libraries(root: Path) -> dict[str, str]:
     return libraries
 
 
-def _in_loader_directories(libraries: Mapping[str, str]) -> dict[str, str]:
-    """The libraries, also in LOADER_DIRECTORIES; of those with the same name the first."""
+def _copied(libraries: Mapping[str, str], directories: Iterable[str]) -> dict[str, str]:
+    """The libraries, also in ``directories``; of those with the same name the first."""
     files = dict(libraries)
-    for path, real in libraries.items():
-        for directory in LOADER_DIRECTORIES:
+    for directory in directories:
+        for path, real in libraries.items():
             files.setdefault(f"{directory}/{Path(path).name}", real)
     return files
 
