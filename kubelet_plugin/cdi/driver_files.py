@@ -164,13 +164,14 @@ def _libraries(root: Path) -> dict[str, str]:
     return libraries
 
 
-def _copied(libraries: Mapping[str, str], directories: Iterable[str]) -> dict[str, str]:
-    """The libraries, also in ``directories``; of those with the same name the first."""
-    files = dict(libraries)
-    for directory in directories:
-        for path, real in libraries.items():
-            files.setdefault(f"{directory}/{Path(path).name}", real)
-    return files
+def _copied(libraries: dict[str, str], directories: Iterable[str]) -> dict[str, str]:
+    """The libraries, also in ``directories`` by the names that loaders look for: those of links, such as libcuda.so.1,
+    and of libraries without a link. Of those with the same name the first."""
+    links = {path: real for path, real in libraries.items() if Path(path).name != Path(real).name}
+    targets = set(links.values())
+    named = links | {path: real for path, real in libraries.items() if real not in targets}
+    first_last = list(reversed(named.items()))
+    return {f"{folder}/{Path(path).name}": real for folder in directories for path, real in first_last} | libraries
 
 
 def _programs(root: Path) -> dict[str, str]:
