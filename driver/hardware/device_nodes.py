@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from driver.errors import HardwareError
-from driver.hardware.host_paths import HOST, HostPaths, device_root, find_program
+from driver.hardware.host_paths import HOST, HostPaths, device_root, resolve_inside
 from driver.model.gpu import Gpu, Partition
 
 CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset")
@@ -27,7 +27,7 @@ CAPABILITIES = "/proc/driver/nvidia/capabilities"
 MONITORING = f"{CAPABILITIES}/mig/monitor"
 """The capability to monitor the partitions of all GPUs."""
 
-MODPROBE = "nvidia-modprobe"
+MODPROBE = "usr/bin/nvidia-modprobe"
 MODPROBE_TIMEOUT_SECONDS = 15.0
 """Timeout of one run, which loads a kernel module at most."""
 
@@ -83,7 +83,7 @@ class DeviceNodes:
         if os.access(path, os.F_OK):
             return
         root = self._paths.here(str(self._driver_root))
-        tool = find_program(root, MODPROBE)
+        tool = resolve_inside(root, MODPROBE)
         if tool is not None:
             output = self._run_modprobe(root, tool)
             if not os.access(path, os.F_OK):

@@ -221,7 +221,7 @@ def missing_driver(paths: HostPaths, driver_root: Path) -> str | None:
     if not root.is_dir():
         return f"{root} does not exist"
     if find_nvml(root) is None:
-        return f"{root} has no {NVML} in {', '.join(LIBRARY_DIRECTORIES[:3])} or elsewhere"
+        return f"{root} has no {NVML} in {', '.join(LIBRARY_DIRECTORIES[:3])} or another usual directory"
     return None if paths.has(LOADED) else f"{paths.here(LOADED)} is missing: the kernel module is not loaded"
 
 
