@@ -62,6 +62,7 @@ def _usage_interval(value: str) -> float:
 
 
 _node_name = matching(NODE_NAME, "the name of a Node object: a DNS subdomain such as worker-1")
+_cdi_hook = matching(re.compile("auto|none|/.+"), "auto, none or the absolute path of nvidia-cdi-hook on the host")
 _gpus = matching(re.compile("nvml|sim:.+", re.DOTALL), "nvml, sim:NAME (see `tessera sim list`) or sim:FILE")
 _pod_uid = matching(POD_UID, "the uid of this process' pod (metadata.uid): letters, digits and dashes")
 
@@ -80,6 +81,7 @@ class NodeSettings:
     cdi_dir: Annotated[Path, _absolute] = Path("/var/run/cdi")
     state_dir: Annotated[Path, _absolute]
     driver_root: Annotated[Path, _absolute] = Path("/")
+    cdi_hook: Annotated[str, _cdi_hook] = "auto"
     host_root: Annotated[Path, _absolute] = Path("/")
     nvml_library: Annotated[Path | None, Path] = None
     include_gpus: Annotated[GpuSelection, PARSERS["include_gpus"]] = EVERY_GPU

@@ -100,6 +100,7 @@ def main() -> None:
     "--state-dir", type=click.Path(path_type=Path), help="Checkpoint files.  [default: KUBELET_DIR/plugins/DRIVER_NAME]"
 )
 @click.option("--driver-root", type=click.Path(path_type=Path), help="Root of the host's NVIDIA driver.  [default: /]")
+@click.option("--cdi-hook", help="nvidia-cdi-hook on the host, for CDI specs: auto, none or PATH.  [default: auto]")
 @click.option("--host-root", type=click.Path(path_type=Path), help="The host's root directory as this process sees it.")
 @click.option("--nvml-library", type=click.Path(path_type=Path), help="Path of libnvidia-ml.so.1.  [default: searched]")
 @click.option("--include-gpus", help="GPUs to manage: indices, UUIDs, PCI addresses, comma-separated.  [default: all]")

@@ -6,6 +6,7 @@ The driver root is "/" on a host with an installed driver, else the directory of
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,37 @@ LIBRARY_DIRECTORIES = (
     "lib/aarch64-linux-gnu",
     "lib64",
     "usr/lib",
+    "lib",
     "usr/local/nvidia/lib64",
+    "usr/local/lib64",
+    "usr/local/lib",
+    "usr/lib/x86_64-linux-gnu/nvidia/current",
+    "usr/lib/aarch64-linux-gnu/nvidia/current",
+    "usr/lib/nvidia/tesla",
 )
+"""Where drivers have their libraries, below the driver root: distributions, the host of a container, then Talos,
+Debian and Bottlerocket. Other directories are found by the cache of ldconfig."""
+
+PROGRAM_DIRECTORIES = ("usr/bin", "usr/local/nvidia/bin", "usr/local/bin", "bin", "opt/bin")
+"""Where drivers have their programs; the last one on Flatcar."""
+
+LD_CACHE = "etc/ld.so.cache"
+"""Names the libraries in all directories that ldconfig of the driver root searches."""
+
+LD_CACHE_START = b"glibc-ld.so.cache1.1"
+"""An older table may precede it. Source: struct cache_file_new in glibc, sysdeps/generic/dl-cache.h."""
+
+LD_CACHE_HEADER_BYTES = 48
+LD_CACHE_ENTRY = struct.Struct("=iIIIQ")
+"""Flags, offset of the name, offset of the path, two fields that are not needed here."""
+
+CACHED_LIBRARIES = ("libcuda.so", "libnvidia-ml.so")
+"""The directories of these libraries have the rest of the driver."""
+
+NOT_OF_THE_DRIVER = {"compat", "stubs"}
+"""Directories of the CUDA toolkit whose libcuda.so.1 is not that of the kernel module."""
+
+ELF_32_BIT = b"\x7fELF\x01"
 
 HOST = Path("/")
 
@@ -129,12 +159,60 @@ def find_inside(root: Path, directory: str, patterns: Iterable[str]) -> Iterator
                 yield name, target
 
 
+def find_libraries(root: Path, patterns: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield name and resolved path, relative to ``root``, of 64-bit libraries in the directories of drivers.
+
+    Each file is listed once if a directory is a link to another one, as /lib is into /usr.
+    """
+    directories = set()
+    for directory in library_directories(root):
+        real = resolve_inside(root, directory)
+        if real is not None and real not in directories:
+            directories.add(real)
+            yield from (file for file in find_inside(root, directory, patterns) if not _is_32_bit(root / file[1]))
+
+
+def library_directories(root: Path) -> Iterator[str]:
+    """The usual directories of drivers, then those that only the cache of ldconfig names."""
+    yield from LIBRARY_DIRECTORIES
+    yield from dict.fromkeys(_cached_directories(root))
+
+
+def _cached_directories(root: Path) -> Iterator[str]:
+    """The directories in the cache of ldconfig that have libraries of the driver."""
+    cache = resolve_inside(root, LD_CACHE)
+    if cache is None:
+        return
+    try:
+        content = (root / cache).read_bytes()
+        content = content[content.index(LD_CACHE_START) :]
+        (entries,) = struct.unpack_from("=I", content, len(LD_CACHE_START))
+        end = LD_CACHE_HEADER_BYTES + entries * LD_CACHE_ENTRY.size
+        for _, _, path, _, _ in LD_CACHE_ENTRY.iter_unpack(content[LD_CACHE_HEADER_BYTES:end]):
+            library = Path(os.fsdecode(content[path : content.index(b"\0", path)]))
+            if library.name.startswith(CACHED_LIBRARIES) and NOT_OF_THE_DRIVER.isdisjoint(library.parts):
+                yield str(library.parent).lstrip("/")
+    except (OSError, ValueError, struct.error):  # not readable, or a format that does not exist yet
+        return
+
+
+def _is_32_bit(library: Path) -> bool:
+    try:
+        with library.open("rb") as file:
+            return file.read(len(ELF_32_BIT)) == ELF_32_BIT
+    except OSError:
+        return False
+
+
+def find_program(root: Path, name: str) -> str | None:
+    """The resolved path, relative to ``root``, of a program of the driver; None if there is none."""
+    paths = (resolve_inside(root, f"{directory}/{name}") for directory in PROGRAM_DIRECTORIES)
+    return next((path for path in paths if path is not None), None)
+
+
 def find_nvml(root: Path) -> Path | None:
     """Find NVML's library below ``root``; None if there is none."""
-    for directory in LIBRARY_DIRECTORIES:
-        for _, real in find_inside(root, directory, [NVML]):
-            return root / real
-    return None
+    return next((root / real for _, real in find_libraries(root, [NVML])), None)
 
 
 def missing_driver(paths: HostPaths, driver_root: Path) -> str | None:
@@ -143,7 +221,7 @@ def missing_driver(paths: HostPaths, driver_root: Path) -> str | None:
     if not root.is_dir():
         return f"{root} does not exist"
     if find_nvml(root) is None:
-        return f"{root} has no {NVML} in {', '.join(LIBRARY_DIRECTORIES[:3])}"
+        return f"{root} has no {NVML} in {', '.join(LIBRARY_DIRECTORIES[:3])} or another usual directory"
     return None if paths.has(LOADED) else f"{paths.here(LOADED)} is missing: the kernel module is not loaded"
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import pynvml
 
 from driver.errors import HardwareError
-from driver.hardware.host_paths import find_nvml, resolve_inside
+from driver.hardware.host_paths import PROGRAM_DIRECTORIES, find_nvml, find_program
 from driver.hardware.nvml_errors import NAMES
 from driver.model.gpu_settings import TimeSlice
 
-TOOL = "usr/bin/nvidia-smi"
+TOOL = "nvidia-smi"
 NVIDIA_SMI_TIMEOUT_SECONDS = 15.0
 """Timeout of one run, which normally takes less than a second; the kubelet waits 45 s for a whole pod."""
 
@@ -53,11 +53,12 @@ class TimeSliceTool:
             raise HardwareError(f"{what}: {tool} ended with status {status} and said: {said}", code)
 
     def _found(self, what: str) -> str:
-        real = resolve_inside(self._root, TOOL)
+        real = find_program(self._root, TOOL)
         if real is None:
             raise HardwareError(
-                f"{what}: {self._root / TOOL} does not exist, and only NVIDIA's tool can do it: install it below "
-                "--driver-root, or leave the time-slice interval out of the claim's or class's configuration",
+                f"{what}: {self._root / PROGRAM_DIRECTORIES[0] / TOOL} does not exist, and only NVIDIA's tool can do "
+                "it: install it below --driver-root, or leave the time-slice interval out of the claim's or class's "
+                "configuration",
                 pynvml.NVML_ERROR_NOT_SUPPORTED,
             )
         return str(self._root / real)

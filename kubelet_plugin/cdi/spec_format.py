@@ -63,11 +63,8 @@ class SpecFormat:
         self._has_cuda = files.has_cuda
         if self.common and not files.has_cuda:
             return
-        head = _formatted({"cdiVersion": CDI_VERSION, "kind": self._kind, "devices": []})
-        whole = _formatted(
-            {"cdiVersion": CDI_VERSION, "kind": self._kind, "devices": [], "containerEdits": _edits(files)}
-        )
-        self.common = whole[len(head) - len(OBJECT_END) :]
+        # Compact: container runtimes read every spec again when one of them changes.
+        self.common = b',\n  "containerEdits": ' + msgspec.json.encode(_edits(files)) + OBJECT_END
 
     def encode(self, uid: str, devices: Iterable[CdiDevice]) -> bytes:
         """The content of one claim's file."""
@@ -134,9 +131,11 @@ def _edits(files: DriverFiles) -> Spec:
     ]
     edits: Spec = {"env": ["NVIDIA_VISIBLE_DEVICES=void"], "mounts": mounts}
     if files.hook is not None:
-        folders = [argument for directory in files.library_directories for argument in ("--folder", directory)]
-        command = ["nvidia-cdi-hook", "update-ldcache", *folders]
-        edits["hooks"] = [{"hookName": "createContainer", "path": files.hook, "args": command}]
+        program = files.hook.rpartition("/")[2]
+        edits["hooks"] = [
+            {"hookName": "createContainer", "path": files.hook, "args": [program, *command]}
+            for command in files.hook_commands
+        ]
     return edits
 
 

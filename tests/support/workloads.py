@@ -8,6 +8,7 @@ from typing import Any
 
 from driver.errors import ApiError
 from tests.harness.cluster import Cluster
+from tests.harness.images import BUSYBOX_IMAGE
 from tests.harness.waiting import wait_for
 
 PROJECT = Path(__file__).parents[2]
@@ -90,16 +91,21 @@ class Workloads:
         self._templates.append(name)
         return name
 
-    def pod(self, name: str, *claims: str, template: str | None = None, script: str = SLEEP) -> str:
-        """A pod that uses every claim, and runs until it is deleted unless its shell ``script`` ends."""
+    def pod(
+        self, name: str, *claims: str, template: str | None = None, script: str = SLEEP, image: str | None = None
+    ) -> str:
+        """A pod that uses every claim, and runs until it is deleted unless its shell ``script`` ends.
+
+        ``image``: one whose own program runs instead of ``script``.
+        """
         sources: list[dict[str, str]] = [{"name": claim, "resourceClaimName": claim} for claim in claims]
         if template is not None:
             sources.append({"name": template, "resourceClaimTemplateName": template})
         container = {
             "name": "main",
-            "image": "docker.io/tessera/busybox:local",
+            "image": image or BUSYBOX_IMAGE,
             "imagePullPolicy": "Never",
-            "command": ["sh", "-c", script],
+            "command": None if image else ["sh", "-c", script],
             "resources": {"claims": [{"name": source["name"]} for source in sources]},
         }
         spec = {

@@ -143,7 +143,8 @@ class TestTheNodePlugin:
         assert host["mountPropagation"] == "HostToContainer"
         flags = args("node", {"nodePlugin": {"driverRoot": "/run/nvidia/driver"}})
         assert (flags["--host-root"], flags["--driver-root"]) == ("/host", "/run/nvidia/driver")
-        assert not {"--host-root", "--driver-root"} & args("node", SIMULATED).keys()
+        assert flags["--cdi-hook"] == "auto"
+        assert not {"--host-root", "--driver-root", "--cdi-hook"} & args("node", SIMULATED).keys()
 
     def test_has_a_reason_for_each_mount_and_each_right_in_the_template(self) -> None:
         lines = (CHART / "templates" / "node-plugin.yaml").read_text().splitlines()

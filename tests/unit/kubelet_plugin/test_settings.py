@@ -45,6 +45,9 @@ def test_sockets_and_state_follow_driver_name_and_kubelet_directory() -> None:
         pytest.param("cdi_dir", Path("cdi"), "--cdi-dir cdi: must be an absolute path", id="relative CDI directory"),
         pytest.param("kubelet_dir", Path("k"), "--kubelet-dir k: must be an absolute path", id="relative kubelet"),
         pytest.param("state_dir", Path("s"), "--state-dir s: must be an absolute path", id="relative state"),
+        pytest.param(
+            "cdi_hook", "hook", "--cdi-hook hook: must be auto, none or the absolute path", id="relative hook"
+        ),
         pytest.param("driver_root", Path("r"), "--driver-root r: must be an absolute path", id="relative driver root"),
         pytest.param("shares", "all", "--shares all: 'all' has no number of shares: write WHICH=R", id="no number"),
         pytest.param("shares", "all=", "--shares all=: 'all=': '' is no number of shares", id="empty number"),

@@ -126,10 +126,12 @@ def test_a_tool_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Monke
     assert time.monotonic() - began < 30
 
 
-def test_a_driver_root_of_its_own_brings_its_library_and_follows_its_own_links(tmp_path: Path) -> None:
+@pytest.mark.parametrize("programs", ["usr/bin", "bin", "usr/local/nvidia/bin"])
+def test_a_driver_root_of_its_own_brings_its_library_and_follows_its_own_links(tmp_path: Path, programs: str) -> None:
     root = driver_root(tmp_path, 'echo "$LD_PRELOAD|$*"; exit 99')
     (root / "usr/bin/nvidia-smi").rename(root / "usr/bin/nvidia-smi.real")
-    (root / "usr/bin/nvidia-smi").symlink_to("/usr/bin/nvidia-smi.real")
+    (root / programs).mkdir(parents=True, exist_ok=True)
+    (root / programs / "nvidia-smi").symlink_to("/usr/bin/nvidia-smi.real")
     library = root / "usr/lib64/libnvidia-ml.so.580.1"
     library.parent.mkdir()
     library.touch()

@@ -1,4 +1,4 @@
-"""CDI specs by the rules of the specification 0.5, and the search for the driver's files."""
+"""CDI specs by the rules of the specification 0.5."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import pytest
 
 from driver.errors import EnvironmentFault, StateError
 from driver.hardware.device_nodes import DeviceNode
-from driver.hardware.host_paths import HostPaths
-from kubelet_plugin.cdi.driver_files import DriverFiles, find_driver_files
+from kubelet_plugin.cdi.driver_files import DriverFiles
 from kubelet_plugin.cdi.spec_files import CdiDirectory
 from kubelet_plugin.cdi.spec_format import CdiDevice, Spec, SpecFormat, variable
 from kubelet_plugin.checkpoint import files
@@ -29,7 +28,7 @@ NODES = [
     DeviceNode("/dev/nvidia-caps/nvidia-cap12", major=235, minor=12),
 ]
 DEVICES = [CdiDevice("gpu-0", "GPU-1", NODES)]
-FILES = DriverFiles({"/usr/lib64/libcuda.so.1": "/usr/lib64/libcuda.so.1"}, ("/usr/lib64",), None)
+FILES = DriverFiles({"/usr/lib64/libcuda.so.1": "/usr/lib64/libcuda.so.1"}, (), None)
 
 # SPEC.md of the Container Device Interface: "kind", device names, and the fields that 0.5.0 knows.
 VENDOR = re.compile(r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
@@ -86,7 +85,7 @@ def check_edits(edits: dict[str, Any]) -> None:
 @pytest.mark.parametrize("mounts", [{}, FILES.mounts], ids=["no files", "files"])
 def test_a_spec_follows_the_specification(driver: str, hook: str | None, mounts: Mapping[str, str]) -> None:
     devices = [CdiDevice("gpu-0", "GPU-1", NODES), CdiDevice("gpu-1-mig-1g10gbme-6", "MIG-2", NODES)]
-    spec = spec_of(devices, driver, DriverFiles(mounts, ("/usr/lib64",), hook))
+    spec = spec_of(devices, driver, DriverFiles(mounts, (("update-ldcache", "--folder", "/usr/lib64"),), hook))
     check(spec)
     for device in devices:
         kind, name = SpecFormat(driver, FILES).device_id(UID, device.name).split("=")
@@ -102,13 +101,15 @@ def test_a_node_of_the_host_and_one_by_number_say_only_what_they_are() -> None:
     ]
 
 
-def test_libraries_are_read_only_and_the_linker_cache_is_updated_where_the_hook_is() -> None:
-    files = DriverFiles(FILES.mounts, ("/usr/lib/x86_64-linux-gnu", "/usr/lib64"), "/usr/bin/nvidia-cdi-hook")
-    edits = spec_of([CdiDevice("gpu-0", "GPU-1", NODES)], files=files)["containerEdits"]
+def test_libraries_are_read_only_and_the_hook_runs_its_commands_in_their_order() -> None:
+    commands = ("enable-cuda-compat", "--host-driver-version=580.95"), ("update-ldcache", "--folder", "/usr/lib64")
+    files = DriverFiles(FILES.mounts, commands, "/usr/local/nvidia/toolkit/nvidia-cdi-hook")
+    edits = spec_of(DEVICES, files=files)["containerEdits"]
     assert edits["mounts"][0]["options"] == ["ro", "nosuid", "nodev", "rbind", "rprivate"]
-    [hook] = edits["hooks"]
-    assert hook["path"] == "/usr/bin/nvidia-cdi-hook"
-    assert hook["args"][1:] == ["update-ldcache", "--folder", "/usr/lib/x86_64-linux-gnu", "--folder", "/usr/lib64"]
+    assert edits["hooks"] == [
+        {"hookName": "createContainer", "path": files.hook, "args": ["nvidia-cdi-hook", *command]}
+        for command in commands
+    ]
 
 
 def test_variables_of_different_devices_differ() -> None:
@@ -193,106 +194,6 @@ def test_a_mount_whose_source_was_deleted_is_named_because_only_a_new_container_
             directory.write("u", DEVICES)
 
 
-class Host:
-    """A root directory with some of the driver's files."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def file(self, path: str) -> None:
-        target = self.root / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text("")
-
-    def link(self, path: str, to: str) -> None:
-        (self.root / path).parent.mkdir(parents=True, exist_ok=True)
-        (self.root / path).symlink_to(to)
-
-    def found(self, driver_root: str = "/") -> DriverFiles:
-        return find_driver_files(HostPaths(self.root, Path("/")), Path(driver_root))
-
-    def mounted(self) -> list[str]:
-        return list(self.found().mounts)
-
-
-@pytest.fixture
-def host(tmp_path: Path) -> Host:
-    return Host(tmp_path)
-
-
-def test_no_driver_at_all_is_no_error(host: Host) -> None:
-    assert host.found() == DriverFiles({}, (), None)
-
-
-def test_libraries_binaries_and_firmware_are_found_and_nothing_else(host: Host) -> None:
-    wanted = [
-        "lib/firmware/nvidia/580.95.05/gsp_ga10x.bin",
-        "usr/bin/nvidia-smi",
-        "usr/lib/x86_64-linux-gnu/libcuda.so.580.95.05",
-        "usr/lib/x86_64-linux-gnu/libnvidia-ml.so.580.95.05",
-    ]
-    for path in [*wanted, "usr/lib/x86_64-linux-gnu/libc.so.6", "usr/bin/ls", "usr/lib/x86_64-linux-gnu/libcudart.so"]:
-        host.file(path)
-    assert host.mounted() == [f"/{path}" for path in wanted]
-    assert host.found().library_directories == ("/usr/lib/x86_64-linux-gnu",)
-
-
-def test_short_names_are_mounted_too_and_dangling_ones_are_not(host: Host) -> None:
-    host.file("usr/lib64/libcuda.so.580")
-    host.link("usr/lib64/libcuda.so.1", "libcuda.so.580")
-    host.link("usr/lib64/libcuda.so", "libcuda.so.1")
-    host.link("usr/lib64/libnvidia-ml.so.1", "libnvidia-ml.so.550")
-    host.link("usr/lib64/libnvcuvid.so", "libnvcuvid.so")
-    assert host.mounted() == ["/usr/lib64/libcuda.so", "/usr/lib64/libcuda.so.1", "/usr/lib64/libcuda.so.580"]
-
-
-def test_where_lib_is_a_link_into_usr_each_file_is_found_once(host: Host) -> None:
-    host.file("usr/lib/x86_64-linux-gnu/libcuda.so.580")
-    host.file("usr/lib64/libnvidia-ml.so.580")
-    host.link("lib", "usr/lib")
-    host.link("lib64", "usr/lib64")
-    assert host.mounted() == ["/usr/lib/x86_64-linux-gnu/libcuda.so.580", "/usr/lib64/libnvidia-ml.so.580"]
-
-
-def test_a_driver_in_usr_local_nvidia_is_found_there_and_by_its_links_in_usr_lib(host: Host) -> None:
-    """As on GKE."""
-    host.file("usr/local/nvidia/lib64/libcuda.so.580")
-    host.file("usr/local/nvidia/bin/nvidia-smi")
-    host.link("usr/local/nvidia/lib64/libcuda.so.1", "libcuda.so.580")
-    host.link("usr/lib/libcuda.so.1", "/usr/local/nvidia/lib64/libcuda.so.1")
-    assert host.mounted() == [
-        "/usr/lib/libcuda.so.1",
-        "/usr/local/nvidia/bin/nvidia-smi",
-        "/usr/local/nvidia/lib64/libcuda.so.1",
-        "/usr/local/nvidia/lib64/libcuda.so.580",
-    ]
-
-
-def test_links_with_absolute_targets_are_followed_inside_the_hosts_root(host: Host) -> None:
-    """Debian's alternatives: seen from a container, the target lies below the mounted root, not below /."""
-    host.file("usr/lib/nvidia/current/libcuda.so.580")
-    host.link("etc/alternatives/cuda", "/usr/lib/nvidia/current/libcuda.so.580")
-    host.link("usr/lib/x86_64-linux-gnu/libcuda.so.1", "/etc/alternatives/cuda")
-    assert host.mounted() == ["/usr/lib/x86_64-linux-gnu/libcuda.so.1"]
-
-
-def test_links_inside_a_driver_root_are_resolved_for_the_runtime(host: Host) -> None:
-    host.file("run/nvidia/driver/usr/lib/nvidia/libcuda.so.580")
-    host.link("run/nvidia/driver/usr/lib64/libcuda.so.1", "/usr/lib/nvidia/libcuda.so.580")
-    mounts = host.found("/run/nvidia/driver").mounts
-    assert mounts == {"/usr/lib64/libcuda.so.1": "/run/nvidia/driver/usr/lib/nvidia/libcuda.so.580"}
-
-
-def test_a_link_out_of_the_root_stays_inside(host: Host) -> None:
-    host.link("usr/lib64/libcuda.so.1", "../../../../../../../../etc/passwd")
-    assert host.mounted() == []
-
-
-def test_the_hook_is_used_where_it_is_installed(host: Host) -> None:
-    host.file("usr/bin/nvidia-cdi-hook")
-    assert host.found().hook == "/usr/bin/nvidia-cdi-hook"
-
-
 def test_a_spec_is_read_again_only_after_it_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[str] = []
 
@@ -314,7 +215,7 @@ def test_a_spec_is_read_again_only_after_it_changed(tmp_path: Path, monkeypatch:
     assert not directory.is_current("uid-1")
     file.write_bytes(spec)
     assert directory.is_current("uid-1")
-    directory.specs.use(DriverFiles({"/usr/lib64/libcuda.so.1": "/usr/lib64/libcuda.so.2"}, ("/usr/lib64",), None))
+    directory.specs.use(DriverFiles({"/usr/lib64/libcuda.so.1": "/usr/lib64/libcuda.so.2"}, (), None))
     assert not directory.is_current("uid-1")
     file.unlink()
     assert not directory.is_current("uid-1")
