@@ -80,12 +80,14 @@ class ConfigRollout:
         nodes_of: dict[tuple[str, str], list[ConfiguredNode]] = defaultdict(list)
         for node in configured_nodes(snapshot, configs):
             nodes_of[node.config.name, node.config.revision].append(node)
-        ready = [node for config, nodes in nodes_of.items() for node in self._next(config, nodes)]
+        ready = [node for config, of_config in nodes_of.items() for node in self._next(config, of_config)]
         for node in ready[:STARTS_PER_TURN]:
             self._client.patch_existing(f"{PATH}/{node.name}", {"spec": {"configRevision": node.config.revision}})
             self._started[node.name, node.config.revision] = self._clock.monotonic()
-        is_done = all(node.is_done for nodes in nodes_of.values() for node in nodes)
-        return IDLE_SECONDS if is_done else TURN_SECONDS
+        nodes = (node for of_config in nodes_of.values() for node in of_config)
+        pending = {(node.name, node.config.revision) for node in nodes if not node.is_done}
+        self._started = {start: at for start, at in self._started.items() if start in pending}
+        return TURN_SECONDS if pending else IDLE_SECONDS
 
     def _next(self, config: tuple[str, str], nodes: Sequence[ConfiguredNode]) -> list[ConfiguredNode]:
         """The nodes of one configuration that may start now."""
