@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from controller.cluster.cache import Snapshot
+from controller.cluster.node_views import UNREACHABLE_TAINTS
 from driver.clock import Clock
 from driver.config.node_configs import CONFIGS_KEY, NODE_CONFIGS, NodeConfig, chosen_config, read_configs
 from driver.errors import UsageError
@@ -111,14 +112,16 @@ class ConfigRollout:
 
 
 def configured_nodes(snapshot: Snapshot, configs: Sequence[NodeConfig]) -> Iterator[ConfiguredNode]:
-    """The nodes that report a configuration, with the one that each should have; those with a wrong label are left out.
+    """The nodes that report a configuration, with the one that each should have.
 
-    A node of an earlier version reports none.
+    Left out are nodes with a wrong label, unreachable nodes, which would stop the rollout, and those of an earlier
+    version, which report none.
     """
     held = {node.name: len(node.held) for node in snapshot.views}
     for node in snapshot.cluster.nodes:
         plan = snapshot.plans.get(node.metadata.name)
-        if plan is None or not plan.status.config.revision:
+        is_unreachable = any(taint.key in UNREACHABLE_TAINTS for taint in node.spec.taints)
+        if plan is None or not plan.status.config.revision or is_unreachable:
             continue
         try:
             config = chosen_config(configs, node.metadata.labels)

@@ -13,7 +13,7 @@ from controller.cluster.claim_index import ClaimIndex, ClusterState
 from controller.cluster.node_views import NodeChanges
 from controller.decision.config_rollout import IDLE_SECONDS, READY_TIMEOUT_SECONDS, STARTS_PER_TURN, ConfigRollout
 from driver.config.node_configs import CONFIG_LABEL, CONFIGS_KEY, NO_CONFIG, NODE_CONFIGS, read_configs
-from driver.kube.types import PAUSED, GpuNodePlan, Metadata, Node, PlanMetadata
+from driver.kube.types import PAUSED, GpuNodePlan, Metadata, Node, NodeSpec, PlanMetadata, Taint
 from driver.model.plan import PATH, ConfigStatus, PlanSpec, PlanStatus
 from tests.support.api_server import ObjectApi
 from tests.support.clock import FakeClock
@@ -26,6 +26,7 @@ class Rollout:
 
     def __init__(self, api: ObjectApi, count: int) -> None:
         self.api, self.clock = api, FakeClock()
+        self.unreachable: set[str] = set()
         self.names = [f"n{number:03}" for number in range(count)]
         self.labels: dict[str, dict[str, str]] = {name: {"gpu": "l4"} for name in self.names}
         self.plans = {
@@ -40,7 +41,11 @@ class Rollout:
         return PlanStatus(config=ConfigStatus("", revision, error))
 
     def snapshot(self) -> Snapshot:
-        nodes = tuple(Node(Metadata(name=name, labels=self.labels[name])) for name in self.names)
+        taints = (Taint("node.kubernetes.io/unreachable", effect="NoExecute"),)
+        specs = {name: NodeSpec(taints=taints) for name in self.unreachable}
+        nodes = tuple(
+            Node(Metadata(name=name, labels=self.labels[name]), specs.get(name, NodeSpec())) for name in self.names
+        )
         state = ClusterState(ClaimIndex("gpu.tessera.dev"), (), (), nodes)
         return Snapshot(state, self.plans, (), {}, NodeChanges(frozenset(), {}, (), membership=False))
 
@@ -124,6 +129,13 @@ def test_paused_plans_and_nodes_with_another_configuration_are_left_alone(api: O
     rollout.labels["n001"] = {"gpu": "l4", CONFIG_LABEL: "missing"}
     rollout.edit(shares="all=4")
     assert rollout.turn() == {"n002"}
+
+
+def test_a_node_that_is_down_does_not_hold_up_the_others(api: ObjectApi) -> None:
+    rollout = Rollout(api, 2)
+    rollout.unreachable = {"n000"}
+    rollout.edit(shares="all=4")
+    assert rollout.turn() == {"n001"}
 
 
 def test_a_mistake_in_the_configurations_restarts_nobody(api: ObjectApi) -> None:
