@@ -91,7 +91,9 @@ ROLLOUT: Mapping[str, StatusCheck] = {
 AFTER_ROLLOUT: Mapping[str, StatusCheck] = {name: CHECKS[name] for name in ("slices", "mode")}
 """What --wait waits for: first the processes, then what nodes publish."""
 
-POLL_INTERVAL_SECONDS = 2.0
+POLL_INTERVAL_SECONDS = 5.0
+"""Each look lists the pods of all node plugins."""
+
 LINE_INTERVAL_SECONDS = 10.0
 """Time between two lines about the progress where they are not shown in place: a rollout of 1,000 nodes has many."""
 

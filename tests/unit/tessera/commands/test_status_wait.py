@@ -139,6 +139,14 @@ def test_the_same_state_is_reported_once(upgrade: Upgrade, wait: Callable[..., R
     assert len(wait("--timeout", TIMEOUT).stderr.splitlines()) == 1
 
 
+def test_a_fast_upgrade_does_not_fill_a_log_with_lines(
+    upgrade: Upgrade, wait: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "LINE_INTERVAL_SECONDS", 60.0)
+    upgrade.steps = [partial(upgrade.replace, count) for count in range(1, 4)]
+    assert len(wait("--timeout", TIMEOUT).stderr.splitlines()) == 1
+
+
 def test_json_has_the_checks_of_the_rollout_alone_and_nothing_else_is_on_stdout(
     upgrade: Upgrade, wait: Callable[..., Result]
 ) -> None:
