@@ -34,6 +34,9 @@ def release() -> Iterator[Release]:
         installed = Release(cluster, GPUS)
         installed.import_image(built)
         installed.install()
+        # Seen once: an upgrade that began within minReadySeconds of the installation stayed at 0 updated nodes for
+        # minutes, without a pod that was not ready.
+        assert wait(installed).returncode == 0
         yield installed
 
 
