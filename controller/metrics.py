@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Count
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
+from heapq import nsmallest
 from itertools import product
+from operator import itemgetter
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -33,13 +35,19 @@ WAITS = "Waits"
 """Reason of a pending claim for which there are free devices: the scheduler has not allocated them yet."""
 
 
+MAX_OLDEST_CLAIMS = 100
+"""Maximum series of the age of pending claims: there may be any number of namespaces."""
+
+
 class CountedDecision(NamedTuple):
-    """What a decision was made from. ``pending`` are DeviceClass and reason of each pending claim."""
+    """What a decision was made from. ``reasons`` are by key of the claim, ``classes`` the names of DeviceClasses."""
 
     fleet: Fleet
     offered: frozenset[Offer]
     requested: frozenset[OfferKind]
-    pending: tuple[tuple[str, str], ...]
+    pending: Sequence[PendingClaim]
+    reasons: Mapping[str, str]
+    classes: frozenset[str]
     plans: Mapping[str, GpuNodePlan]
 
 
@@ -92,9 +100,10 @@ class ControllerMetrics(Collector):
         self._requested.update(queue, fleet, snapshot.changed.names, self._now())
         for size, count in self._larger_devices_taken.update(queue, fleet).items():
             self._larger.labels(size).inc(count)
-        classes = {device_class.metadata.name for device_class in queue.cluster.classes}
-        pending = tuple((class_of(claim, classes), reasons.get(claim.key, WAITS)) for claim in queue.pending)
-        self._decided = CountedDecision(fleet, frozenset(offered), self._requested.kinds, pending, snapshot.plans)
+        classes = frozenset(device_class.metadata.name for device_class in queue.cluster.classes)
+        self._decided = CountedDecision(
+            fleet, frozenset(offered), self._requested.kinds, queue.pending, reasons, classes, snapshot.plans
+        )
 
     def leadership_lost(self) -> None:
         self._decided = None
@@ -109,6 +118,8 @@ class ControllerMetrics(Collector):
         unprepared = GaugeMetricFamily(
             "tessera_unprepared_claims", "Allocated claims that their node can not prepare.", labels=["cause"]
         )
+        meaning = "Age of the claim that has been pending for longest."
+        oldest = GaugeMetricFamily("tessera_oldest_pending_claim_age_seconds", meaning, labels=["class", "namespace"])
         decided = self._decided
         if decided is not None:
             capacity = capacity_of(decided.fleet, decided.offered, decided.requested)
@@ -117,16 +128,41 @@ class ControllerMetrics(Collector):
                     slices.add_metric([product, state.value], capacity.slices.get((product, state), 0))
                 for use in GpuUse:
                     gpus.add_metric([product, use.value], capacity.gpus.get((product, use), 0))
-            for labels, count in Count(decided.pending).items():
+            for labels, count in _pending_by_class_and_reason(decided).items():
                 pending.add_metric(labels, count)
+            for labels, since in _oldest_by_class_and_namespace(decided).items():
+                oldest.add_metric(labels, max(0.0, self._now() - since))
             reported = (plan.status.unprepared for plan in decided.plans.values())
             causes = Count(claim.cause for claims in reported for claim in claims)
             for cause in FailureCause:
                 unprepared.add_metric([cause.value], causes[cause])
-        yield from (slices, gpus, pending, unprepared)
+        yield from (slices, gpus, pending, oldest, unprepared)
 
 
-def class_of(pending: PendingClaim, classes: Collection[str]) -> str:
+def _pending_by_class_and_reason(decided: CountedDecision) -> Mapping[tuple[str, str], int]:
+    return Count(
+        (_class_of(pending, decided.classes), decided.reasons.get(pending.key, WAITS)) for pending in decided.pending
+    )
+
+
+def _oldest_by_class_and_namespace(decided: CountedDecision) -> Mapping[tuple[str, str], float]:
+    """Since when the oldest claims have been pending (seconds since 1970), MAX_OLDEST_CLAIMS of them."""
+    oldest: dict[tuple[str, str], float] = {}
+    for pending in decided.pending:
+        if (since := _pending_since(pending)) is not None:
+            labels = _class_of(pending, decided.classes), pending.claim.metadata.namespace
+            oldest[labels] = min(since, oldest.get(labels, since))
+    return dict(nsmallest(MAX_OLDEST_CLAIMS, oldest.items(), key=itemgetter(1)))
+
+
+def _pending_since(pending: PendingClaim) -> float | None:
+    """Creation of the claim or of its first pending pod, whichever is later: without a pod no claim is allocated."""
+    pods = [pod.metadata.creation_timestamp for pod in pending.pods]
+    created = [pending.claim.metadata.creation_timestamp, min(filter(None, pods), default=None)]
+    return max((datetime.fromisoformat(time).timestamp() for time in created if time), default=None)
+
+
+def _class_of(pending: PendingClaim, classes: Collection[str]) -> str:
     """The DeviceClass of its first request."""
     first = next(iter(pending.claim.class_names), "")
     return first if first in classes else UNKNOWN_CLASS

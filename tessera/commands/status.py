@@ -11,7 +11,10 @@ from typing import NamedTuple
 
 import click
 
+from driver.clock import wait_until
+from driver.errors import ApiError
 from tessera.cluster_options import ListOnceClient, access_of, with_driver_name, with_kubeconfig
+from tessera.progress import Progress
 from tessera.status import installation, nodes, processes, stuck_claims
 from tessera.status.snapshot import NAMESPACE, CheckOutput, Listing, Problem, SnapshotReader, StatusSnapshot
 from tessera.tables_and_drawings import columns, counted, printable, show, with_output
@@ -82,6 +85,21 @@ NOT_INSTALLED: Mapping[str, StatusCheck] = {
 }
 """The checks of a cluster without Tessera."""
 
+ROLLOUT: Mapping[str, StatusCheck] = {
+    "controller": CHECKS["controller"],
+    "rollout": StatusCheck(processes.rollout, (Listing.DAEMON_SETS, Listing.DEPLOYMENTS, Listing.PODS)),
+}
+AFTER_ROLLOUT: Mapping[str, StatusCheck] = {name: CHECKS[name] for name in ("slices", "mode")}
+"""What --wait waits for: first the processes, then what nodes publish."""
+
+POLL_INTERVAL_SECONDS = 5.0
+"""Each look lists the pods of all node plugins."""
+
+LINE_INTERVAL_SECONDS = 10.0
+"""Time between two lines about the progress where they are not shown in place: a rollout of 1,000 nodes has many."""
+
+DEFAULT_TIMEOUT_SECONDS = 900.0
+
 
 def run_checks(snapshot: StatusSnapshot) -> list[CheckResult]:
     checks = NOT_INSTALLED if installation.is_not_installed(snapshot) else CHECKS
@@ -104,8 +122,21 @@ STATE_COLOURS = {CheckState.OK: "green", CheckState.PROBLEM: "red", CheckState.U
 @with_kubeconfig
 @with_driver_name
 @click.option("--namespace", default=NAMESPACE, show_default=True, help="Namespace of the release.")
+@click.option(
+    "--wait",
+    is_flag=True,
+    help="Wait until an installation or upgrade is complete: each node has the new plugin, and it is ready; a "
+    "controller leads, and the nodes follow it. Only this is checked then.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0, min_open=True),
+    default=DEFAULT_TIMEOUT_SECONDS,
+    show_default=True,
+    help="Seconds that --wait waits.",
+)
 @with_output("table", "json")
-def status(kubeconfig: Path | None, driver_name: str, namespace: str, output: str) -> None:
+def status(kubeconfig: Path | None, driver_name: str, namespace: str, wait: bool, timeout: float, output: str) -> None:
     """Check whether the installation works, with a remedy for each problem.
 
     Exit code 0: no problem; 1: a problem, or something could not be read; 2: Tessera is not in --namespace.
@@ -114,11 +145,62 @@ def status(kubeconfig: Path | None, driver_name: str, namespace: str, output: st
     Examples:
       tessera status
       tessera status --kubeconfig ~/.kube/prod -o json
+      helm upgrade ... && tessera status --wait --timeout 1800
     """
-    client = ListOnceClient(access_of(kubeconfig), "tessera-command")
-    results = run_checks(SnapshotReader(client, driver_name, namespace).read())
+    access = access_of(kubeconfig)
+
+    def reader() -> SnapshotReader:
+        return SnapshotReader(ListOnceClient(access, "tessera-command"), driver_name, namespace)
+
+    results = RolloutWait(reader).run(timeout) if wait else run_checks(reader().read())
     show(output, as_json(results), as_text(results))
     sys.exit(0 if all(result.state is CheckState.OK for result in results) else 1)
+
+
+class RolloutWait:
+    """Looks again and again what a rollout still has to do. ``reader`` returns a new reader for each look."""
+
+    def __init__(self, reader: Callable[[], SnapshotReader]) -> None:
+        self._reader, self._progress = reader, Progress(LINE_INTERVAL_SECONDS)
+        self._results: list[CheckResult] = []
+        self._is_forbidden = False
+        """Whether the account lacks a right: no look will show more."""
+
+    def run(self, timeout_s: float) -> Sequence[CheckResult]:
+        """Wait; the results of the last look. Raises ApiError if the API server did not even answer then."""
+        wait_until(timeout_s, self._is_over, POLL_INTERVAL_SECONDS)
+        self._progress.clear()
+        return self._results or self._look()
+
+    def _is_over(self) -> bool:
+        """Whether the rollout is complete, or what can't be read hides whether it is."""
+        try:
+            self._results = self._look()
+        except ApiError as error:
+            if not error.is_transient:
+                raise
+            self._results = []
+            self._progress.show(f"waiting: {error}")
+            return False
+        waits = [result for result in self._results if result.state is CheckState.PROBLEM]
+        unread = [name for result in self._results for name in result.unread]
+        if waits:
+            rest = "; ".join(f"{result.check}: {counted(len(result.findings), 'problem')}" for result in waits)
+            [rollout] = (result.summary for result in self._results if result.check == "rollout")
+            self._progress.show(f"waiting: {rollout} ({rest})")
+        elif unread and not self._is_forbidden:
+            self._progress.show(f"waiting: {', '.join(unread)} can't be listed")
+        return not waits and (not unread or self._is_forbidden)
+
+    def _look(self) -> list[CheckResult]:
+        reader = self._reader()
+        snapshot = reader.read_rollout()
+        results = [_result(name, check, snapshot) for name, check in ROLLOUT.items()]
+        if all(result.state is CheckState.OK for result in results):
+            snapshot = reader.with_nodes(snapshot)
+            results += [_result(name, check, snapshot) for name, check in AFTER_ROLLOUT.items()]
+        self._is_forbidden = any(failure.forbidden for failure in snapshot.unreadable.values())
+        return results
 
 
 def as_text(results: Sequence[CheckResult]) -> str:

@@ -25,6 +25,9 @@ GKE_LABEL = "cloud.google.com/gke-accelerator"
 KUBELET_SILENT_SECONDS = 50.0
 """Age of a kubelet's Lease at which Kubernetes marks its node not ready (--node-monitor-grace-period)."""
 
+REVISION = "controller-revision-hash"
+"""Label of the pods of a DaemonSet, and of its ControllerRevisions: the version of its template."""
+
 LABEL_NODES = f"kubectl label node NODE {OWN_LABEL}=true (or install Node Feature Discovery)"
 SINCE_SILENCE = "30 to 90 s after the last heartbeat"
 THE_SET = f"the DaemonSet {NODE_PLUGIN}"
@@ -81,6 +84,62 @@ def versions(snapshot: StatusSnapshot) -> CheckOutput:
         yield "no pods"
     if len(images) > 1:
         yield Problem("images", f"{len(images)} versions run at once", "let the rollout end: kubectl rollout status")
+
+
+def rollout(snapshot: StatusSnapshot) -> CheckOutput:
+    """Whether all pods are those that DaemonSet and Deployment describe now, and have been ready for a while."""
+    daemon_set, deployment = snapshot.daemon_set, snapshot.deployment
+    pods = [*snapshot.pods_of(NODE_PLUGIN), *snapshot.pods_of(CONTROLLER)]
+    if not (daemon_set or deployment or pods or snapshot.has_controller):
+        yield "none"
+        yield Problem("Tessera", "is not installed here", "docs/install.md; or name its namespace: --namespace")
+        return
+    if daemon_set is None:
+        yield f"no DaemonSet {NODE_PLUGIN}"
+    else:
+        nodes = daemon_set.get("status", {}).get("desiredNumberScheduled", 0)
+        yield from _rolled_out(snapshot, daemon_set, nodes, ("updatedNumberScheduled", "numberAvailable"))
+        yield from _outdated(snapshot)
+    if deployment is None:
+        yield f"no Deployment {CONTROLLER}"
+    else:
+        replicas = deployment.get("spec", {}).get("replicas", 1)
+        yield from _rolled_out(snapshot, deployment, replicas, ("updatedReplicas", "availableReplicas"))
+    yield from (part for part in pods_ready(snapshot, NODE_PLUGIN) if isinstance(part, Problem))
+    if ending := [pod["metadata"]["name"] for pod in pods if pod["metadata"].get("deletionTimestamp")]:
+        remedy = f"it ends within 30 s; after that: kubectl -n {snapshot.namespace} describe pod {ending[0]}"
+        yield Problem(f"pod {listed(ending)}", "is ending", remedy)
+
+
+def _rolled_out(snapshot: StatusSnapshot, workload: Object, pods: int, fields: tuple[str, str]) -> CheckOutput:
+    """How many of its ``pods`` are new and available, by two ``fields`` of its status."""
+    metadata, status = workload["metadata"], workload.get("status", {})
+    updated, available = (status.get(field, 0) for field in fields)
+    counts = f"{updated} of {pods} updated, {available} available"
+    yield f"{metadata['name']}: {counts}"
+    if status.get("observedGeneration", 0) < metadata.get("generation", 0):
+        message = "its last change has not been noticed yet"
+        yield Problem(metadata["name"], message, "check that kube-controller-manager runs")
+    elif min(updated, available) < pods:
+        remedy = f"see the pods that are not ready: kubectl -n {snapshot.namespace} get pods -o wide"
+        yield Problem(metadata["name"], f"is not rolled out: {counts}", remedy)
+
+
+def _outdated(snapshot: StatusSnapshot) -> CheckOutput:
+    """The nodes with a plugin of an earlier version of the DaemonSet; none if its versions can't be read."""
+    newest = max(snapshot.revisions, key=lambda revision: int(revision["revision"]), default=None)
+    outdated = {
+        str(pod["spec"].get("nodeName"))
+        for pod in snapshot.pods_of(NODE_PLUGIN)
+        if newest is not None and _revision(pod) != _revision(newest)
+    }
+    if outdated:
+        remedy = "they are replaced in turn (nodePlugin.updateStrategy); a new pod that is not ready stops the rollout"
+        yield Problem(listed(sorted(outdated)), "still has a plugin of an earlier version", remedy)
+
+
+def _revision(item: Object) -> str | None:
+    return (item["metadata"].get("labels") or {}).get(REVISION)
 
 
 def plugins(snapshot: StatusSnapshot) -> CheckOutput:

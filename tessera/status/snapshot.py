@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 from functools import cached_property
@@ -67,6 +67,8 @@ class Listing(StrEnum):
     NODE_LEASES = "Leases of nodes"
     EVENTS = "Events"
     PENDING = "pending claims"
+    DAEMON_SETS = "DaemonSets"
+    DEPLOYMENTS = "Deployments"
 
 
 class ReadFailure(NamedTuple):
@@ -103,6 +105,7 @@ class StatusSnapshot:
     events         of the controller, about any object; ``node_events`` of node plugins, about their nodes
     plans          None if the CustomResourceDefinition is not installed
     daemon_set     None if there is none, or if it can't be read
+    deployment     the same; only ``read_rollout`` reads it and ``revisions``, the versions of ``daemon_set``
     autoscaler     status ConfigMap of cluster-autoscaler; None if there is none, or if it can't be read
     unreadable     lists that can't be read, with the reason; their fields are empty
     """
@@ -129,6 +132,8 @@ class StatusSnapshot:
     leases: Mapping[str, Object] = field(default_factory=dict)
     node_leases: Sequence[Object] = ()
     daemon_set: Object | None = None
+    deployment: Object | None = None
+    revisions: Sequence[Object] = ()
     autoscaler: Object | None = None
     unreadable: Mapping[Listing, ReadFailure] = field(default_factory=dict)
 
@@ -216,7 +221,7 @@ class SnapshotReader:
             self._client.clock.now(),
             version=version,
             nodes=self._read(Listing.NODES, "/api/v1/nodes", Object),
-            slices=[item for item in slices if not any(is_monitor(device.name) for device in item.spec.devices)],
+            slices=_without_monitors(slices),
             others=self._read(Listing.SLICES, SLICES, ResourceSlice, f"spec.driver={NVIDIA_DRIVER}"),
             plans=plans,
             claims=[claim for claim in claims if any(result.driver == self._driver for result in claim.results)],
@@ -238,6 +243,44 @@ class SnapshotReader:
         )
         self._check_namespace(snapshot)
         return snapshot
+
+    def read_rollout(self) -> StatusSnapshot:
+        """Read what a rollout changes: little, so that it can be read often. Raises UsageError as ``read`` does."""
+        of_namespace = f"{APPS}/namespaces/{self._namespace}"
+        own_leases = self._read(Listing.LEASES, leases(self._namespace), Object)
+        workloads = (
+            self._read(listing, f"{of_namespace}/{kind}", Object, f"metadata.name={name}")
+            for listing, kind, name in (
+                (Listing.DAEMON_SETS, "daemonsets", NODE_PLUGIN),
+                (Listing.DEPLOYMENTS, "deployments", CONTROLLER),
+            )
+        )
+        daemon_set, deployment = (next(iter(objects), None) for objects in workloads)
+        snapshot = StatusSnapshot(
+            self._driver,
+            self._namespace,
+            self._client.clock.now(),
+            pods=self._read(Listing.PODS, f"/api/v1/namespaces/{self._namespace}/pods", Object),
+            leases={lease["metadata"]["name"]: lease for lease in own_leases},
+            daemon_set=daemon_set,
+            deployment=deployment,
+            revisions=self._revisions(),
+            unreadable=self._unreadable,
+        )
+        self._check_namespace(snapshot)
+        return snapshot
+
+    def _revisions(self) -> list[Object]:
+        """The versions of the DaemonSet's template; a failure is not recorded, because they only add names of nodes."""
+        with suppress(ApiError):
+            path = f"{APPS}/namespaces/{self._namespace}/controllerrevisions"
+            return [item for item in read_all(self._client, path, Object) if NODE_PLUGIN in _owners(item)]
+        return []
+
+    def with_nodes(self, snapshot: StatusSnapshot) -> StatusSnapshot:
+        """The same, with what nodes publish and report."""
+        slices = self._read(Listing.SLICES, SLICES, ResourceSlice, f"spec.driver={self._driver}")
+        return replace(snapshot, slices=_without_monitors(slices), plans=self._plans())
 
     def _check_namespace(self, snapshot: StatusSnapshot) -> None:
         """Refuse a namespace without Tessera if another one has it, or if the namespace doesn't exist."""
@@ -309,6 +352,14 @@ class SnapshotReader:
         with suppress(ApiError):
             return list(read_all(self._client, path, Object, {"fieldSelector": f"metadata.name={name}"}))
         return []
+
+
+def _owners(item: Object) -> list[str]:
+    return [owner["name"] for owner in item["metadata"].get("ownerReferences") or ()]
+
+
+def _without_monitors(slices: Iterable[ResourceSlice]) -> list[ResourceSlice]:
+    return [item for item in slices if not any(is_monitor(device.name) for device in item.spec.devices)]
 
 
 def _as_of(plan: GpuNodePlan, generations: Mapping[str, int]) -> GpuNodePlan:

@@ -33,6 +33,14 @@ SOMEWHERE = {
     "resources": {"limits": {"cpu": 1, "memory": "1Gi"}},
     "logLevel": "debug",
 }
+OF_ONES_OWN = {
+    "podLabels": {"team": "gpus"},
+    "podAnnotations": {"sidecar.istio.io/inject": "false"},
+    "extraEnv": [
+        {"name": "HTTPS_PROXY", "value": "http://proxy:3128"},
+        {"name": "HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.hostIP"}}},
+    ],
+}
 DIRECTORIES = {
     "kubeletDir": "/data/kubelet",
     "cdiDir": "/etc/cdi",
@@ -51,6 +59,19 @@ VALUE_SETS: dict[str, tuple[Values, str]] = {
     "the host's network": ({each: {"hostNetwork": True} for each in PARTS}, "default"),
     "no ports": ({each: {"hostNetwork": True, "metricsPort": 0, "healthPort": 0} for each in PARTS}, "default"),
     "elsewhere": ({"nodePlugin": {**SOMEWHERE, **DIRECTORIES}, "controller": SOMEWHERE}, OTHER_NAMESPACE),
+    "network policies and pods of ones own": (
+        {
+            "networkPolicy": {
+                "enabled": True,
+                "clients": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
+                "apiServers": [{"ipBlock": {"cidr": "10.0.0.1/32"}}],
+                "extraEgress": [{"ports": [{"port": 53, "protocol": "UDP"}]}],
+            },
+            "nodePlugin": {**OF_ONES_OWN, "updateStrategy": {"maxUnavailable": "10%"}},
+            "controller": {**OF_ONES_OWN, "webAddress": ":8443", "webTlsSecret": "web-tls"},
+        },
+        "default",
+    ),
     "alone": ({"controller": {"replicas": 1, "pdb": OFF, "priorityClassName": ""}}, "default"),
     "an image by digest": (
         {

@@ -32,6 +32,9 @@ env:
       fieldRef:
         fieldPath: {{ $path }}
   {{- end }}
+  {{- with .extraEnv }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
 {{- end -}}
 
 {{- /* Arguments of both commands; extraArgs are last, so that they override the others. */ -}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
 from tessera.commands.maintenance.gpu_drain import GpuDrain, HeldClaims, HoldState
 from tessera.commands.maintenance.plan_editor import PlanEditor
 from tessera.gpu_names_and_faults import GpuName, find
+from tessera.progress import Progress
 from tessera.status.snapshot import NAMESPACE
 from tessera.tables_and_drawings import columns, counted, printable, show, with_output
 
@@ -106,30 +106,6 @@ def drain(
         _show(output, name, rest.held, gpu_drain.evicted)
         if rest.held:
             raise FatalError(f"{name} is still in use: {counted(sum(len(held.claims) for held in rest.held), 'claim')}")
-
-
-class Progress:
-    """Lines on stderr about what happens; on a terminal the current state is a line that is replaced."""
-
-    def __init__(self) -> None:
-        self._shown, self._in_place = "", sys.stderr.isatty()
-
-    def log(self, text: str) -> None:
-        self.clear()
-        click.echo(printable(text), err=True)
-
-    def show(self, text: str) -> None:
-        """Show the current state, if it is another."""
-        if text != self._shown:
-            self.clear()
-            self._shown = text
-            width = shutil.get_terminal_size().columns - 1 if self._in_place else None
-            click.echo(printable(text)[:width], err=True, nl=not self._in_place)
-
-    def clear(self) -> None:
-        if self._shown and self._in_place:
-            click.echo("\r\x1b[K", err=True, nl=False)
-        self._shown = ""
 
 
 class Rest:

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from controller.cluster.cache import Snapshot
 from controller.cluster.node_views import NodeChanges
-from controller.metrics import ControllerMetrics
+from controller.metrics import MAX_OLDEST_CLAIMS, ControllerMetrics
 from driver.kube.types import Claim, ClaimStatus, GpuNodePlan, PlanMetadata
 from driver.model.plan import FailedClaim, FailureCause, PlanStatus
 from tests.support.gpus import H100
@@ -41,6 +41,46 @@ def test_pending_claims_are_counted_by_class_and_reason_and_an_invented_class_ma
     assert registry.get_sample_value("tessera_gpus_by_use", {"product": H100, "use": "held"}) == 1
     metrics.leadership_lost()
     assert registry.get_sample_value("tessera_slices", {"product": H100, "state": "held"}) is None
+
+
+def ages(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
+    """Seconds by class and namespace."""
+    return {
+        (sample.labels["class"], sample.labels["namespace"]): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "tessera_oldest_pending_claim_age_seconds"
+    }
+
+
+def waiting(situation: Situation, name: str, namespace: str, claim: str, pod: str, device_class: str = "any") -> None:
+    """Add a claim and its pod, which were created at ``claim`` and ``pod`` on the day of NOW."""
+    metadata = [{"namespace": namespace, "creationTimestamp": f"2026-01-01T{time}Z"} for time in (claim, pod)]
+    situation.claim(name, request(device_class=device_class), metadata=metadata[0])
+    situation.pod(f"pod-of-{name}", name, metadata=metadata[1])
+
+
+def test_the_age_of_a_pending_claim_is_that_of_the_oldest_of_its_class_and_namespace_and_begins_with_its_pod() -> None:
+    registry, situation = CollectorRegistry(), Situation([fleet_gpu("n", 0, H100, "full")])
+    waiting(situation, "younger", "team-a", "11:59:30", "11:59:30")
+    waiting(situation, "older", "team-a", "11:00:00", "11:00:30")
+    waiting(situation, "of-a-new-pod", "team-b", "08:00:00", "12:00:00")
+    waiting(situation, "odd", "team-b", "11:58:30", "11:58:00", "invented-by-a-tenant")
+    metrics, queue = measured(registry), situation.queue
+    metrics.decision_made(queue, queue.feasibility.fleet, (), {}, reported({}))
+    assert ages(registry) == {("any", "team-a"): 3600, ("any", "team-b"): 30, ("unknown", "team-b"): 120}
+    metrics.leadership_lost()
+    assert ages(registry) == {}
+
+
+def test_only_the_oldest_pending_claims_have_a_series_however_many_namespaces_there_are() -> None:
+    registry, situation = CollectorRegistry(), Situation([fleet_gpu("n", 0, H100, "full")])
+    for minute in range(MAX_OLDEST_CLAIMS + 20):
+        created = f"{10 + minute // 60}:{minute % 60:02}:00"
+        waiting(situation, f"claim-{minute}", f"team-{minute}", created, created)
+    metrics, queue = measured(registry), situation.queue
+    metrics.decision_made(queue, queue.feasibility.fleet, (), {}, reported({}))
+    assert ages(registry).keys() == {("any", f"team-{minute}") for minute in range(MAX_OLDEST_CLAIMS)}
 
 
 def reported(plans: dict[str, GpuNodePlan]) -> Snapshot:

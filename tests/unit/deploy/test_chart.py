@@ -139,6 +139,29 @@ VALUE_SETS: dict[str, tuple[Values, Counter[str]]] = {
         {"image": {"repository": "example.com:5000/gpu/tessera", "tag": "7"}, "imagePullSecrets": [{"name": "pull"}]},
         EVERYTHING,
     ),
+    "network policies": ({"networkPolicy": {"enabled": True}}, EVERYTHING + Counter(NetworkPolicy=3)),
+    "network policies for few peers": (
+        {
+            "networkPolicy": {
+                "enabled": True,
+                "clients": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
+                "apiServers": [{"ipBlock": {"cidr": "10.0.0.1/32"}}],
+                "extraEgress": [{"ports": [{"port": 53, "protocol": "UDP"}]}],
+            }
+        },
+        EVERYTHING + Counter(NetworkPolicy=3),
+    ),
+    "pods of ones own": (
+        {
+            each: {
+                "podLabels": {"team": "gpus"},
+                "podAnnotations": {"sidecar.istio.io/inject": "false"},
+                "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
+            }
+            for each in PARTS
+        },
+        EVERYTHING,
+    ),
     "everything said of a node plugin": ({"excludeGpus": [0, "0000:17:00.0"], **ELABORATE}, EVERYTHING),
 }
 
@@ -194,6 +217,30 @@ BAD_VALUES: dict[str, tuple[Values, str]] = {
         {"nodePlugin": {"extraArgs": ["shares"]}},
         "at '/nodePlugin/extraArgs/0': 'shares' does not match pattern",
     ),
+    "no node at a time": (
+        {"nodePlugin": {"updateStrategy": {"maxUnavailable": 0}}},
+        "at '/nodePlugin/updateStrategy/maxUnavailable': minimum: got 0, want 1",
+    ),
+    "no share of the nodes": (
+        {"nodePlugin": {"updateStrategy": {"maxUnavailable": "0%"}}},
+        "at '/nodePlugin/updateStrategy/maxUnavailable': '0%' does not match pattern",
+    ),
+    "a label of the chart": (
+        {"controller": {"podLabels": {"app.kubernetes.io/name": "x"}}},
+        "at '/controller/podLabels/app.kubernetes.io~1name': false schema",
+    ),
+    "an annotation of the chart": (
+        {"nodePlugin": {"podAnnotations": {"kubectl.kubernetes.io/default-container": "x"}}},
+        "at '/nodePlugin/podAnnotations/kubectl.kubernetes.io~1default-container': false schema",
+    ),
+    "a variable of the chart": (
+        {"nodePlugin": {"extraEnv": [{"name": "NODE_NAME", "value": "x"}]}},
+        "at '/nodePlugin/extraEnv/0/name': 'not' failed",
+    ),
+    "no port of the API server": (
+        {"networkPolicy": {"apiServerPorts": []}},
+        "at '/networkPolicy/apiServerPorts': minItems: got 0, want 1",
+    ),
     "no metrics to look at": (
         {"podMonitor": {"enabled": True}, **{each: {"metricsPort": 0} for each in PARTS}},
         "podMonitor.enabled: there are no metrics: nodePlugin.metricsPort and controller.metricsPort are 0",
@@ -211,7 +258,8 @@ BAD_VALUES: dict[str, tuple[Values, str]] = {
         )
         for path in (
             *("/driverName", "/neighbours", "/image", "/image/repository", "/image/pullPolicy", "/nodePlugin"),
-            *(f"/nodePlugin/{name}" for name in ("kubeletDir", "cdiDir", "driverRoot", "logLevel")),
+            *(f"/nodePlugin/{name}" for name in ("kubeletDir", "cdiDir", "driverRoot", "logLevel", "updateStrategy")),
+            *("/nodePlugin/updateStrategy/maxUnavailable", "/networkPolicy", "/networkPolicy/apiServerPorts"),
             *("/controller", "/controller/replicas", "/controller/logLevel", "/controller/pdb"),
             *("/controller/pdb/maxUnavailable", "/podMonitor", "/podMonitor/interval", "/dashboards"),
             *("/prometheusRules", "/priorityQuota", "/priorityQuota/pods", "/admission", "/admission/shareClasses"),
@@ -607,12 +655,32 @@ def test_every_value_has_a_default_a_schema_and_a_line_in_the_docs() -> None:
     assert re.findall(r"^\| `([\w.]+)` \| `[^|]+` \| [^|]+ \|$", docs, re.MULTILINE) == known
 
 
-def test_every_value_has_a_comment_of_its_own_or_of_the_group_that_it_begins() -> None:
-    lines = (CHART / "values.yaml").read_text().splitlines()
-    keys = [number for number, line in enumerate(lines) if re.match(r" *[A-Za-z]+:", line)]
-    bare = [lines[number] for number in keys if not re.match(r" *#|[A-Za-z]+:$", lines[number - 1])]
-    # What is inside of a value is described with it.
-    assert {line.strip().split(":")[0] for line in bare} <= {"requests", "limits"}
+def comments() -> dict[str, str]:
+    """The comment before each value and each group in values.yaml, as one line, by dotted name."""
+    texts: dict[str, str] = {}
+    path, comment = [""], [""]
+    for line in (CHART / "values.yaml").read_text().splitlines():
+        if key := re.match(r"( *)([A-Za-z]+):", line):
+            path = [*path[: len(key[1]) // 2], key[2]]
+            texts[".".join(path)] = " ".join(comment)
+        comment = [*filter(None, comment), line.strip(" #")] if line.strip().startswith("#") else []
+    return texts
+
+
+def descriptions(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    """The description of each value and each group of values in the schema, by dotted name."""
+    for name, each in schema["properties"].items():
+        yield f"{path}{name}", each.get("description", "")
+        if "properties" in each:
+            yield from descriptions(each, f"{path}{name}.")
+
+
+def test_the_schema_describes_every_value_as_its_comment_does() -> None:
+    described = dict(descriptions(json.loads((CHART / "values.schema.json").read_text())))
+    assert all(described.values())
+    del described["global"]
+    texts = comments()
+    assert {name: texts[name] for name in described} == described
 
 
 def test_the_packed_chart_is_complete_by_itself(tmp_path: Path) -> None:

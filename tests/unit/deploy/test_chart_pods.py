@@ -171,18 +171,26 @@ class TestTheNodePlugin:
         assert node_affinity({"nodePlugin": {"affinity": {"nodeAffinity": own}}}) == own
         assert node_affinity(SIMULATED) is None, "simulated GPUs are on every node"
 
+    @pytest.mark.parametrize("share", [1, 20, "10%"])
     @pytest.mark.parametrize(
-        ("values", "surge"),
+        ("values", "has_gap"),
         [
-            ({}, 1),
-            ({"hostNetwork": True}, 0),
-            ({"hostNetwork": True, "healthPort": 0}, 0),
-            ({"hostNetwork": True, "metricsPort": 0, "healthPort": 0}, 1),
+            ({}, False),
+            ({"hostNetwork": True}, True),
+            ({"hostNetwork": True, "healthPort": 0}, True),
+            ({"hostNetwork": True, "metricsPort": 0, "healthPort": 0}, False),
         ],
     )
-    def test_is_updated_without_a_hole_unless_two_would_need_one_port(self, values: Values, surge: int) -> None:
-        strategy = workload("node", {"nodePlugin": values})["spec"]["updateStrategy"]
-        assert strategy == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": surge, "maxUnavailable": 1 - surge}}
+    def test_is_updated_without_a_gap_unless_two_would_need_one_port_on_as_many_nodes_at_a_time_as_its_value_says(
+        self, values: Values, has_gap: bool, share: int | str
+    ) -> None:
+        chosen = {**values, "updateStrategy": {"maxUnavailable": share}}
+        strategy = workload("node", {"nodePlugin": chosen})["spec"]["updateStrategy"]
+        surge, unavailable = (0, share) if has_gap else (share, 0)
+        assert strategy == {
+            "type": "RollingUpdate",
+            "rollingUpdate": {"maxSurge": surge, "maxUnavailable": unavailable},
+        }
 
     def test_is_told_which_gpus_are_not_its_own(self) -> None:
         flags = args("node", {"neighbours": "exclude", "excludeGpus": [0, "0000:17:00.0", "GPU-1"]})
@@ -244,6 +252,15 @@ class TestBoth:
         assert names == {"NODE_NAME", "POD_NAME", "POD_NAMESPACE", "POD_UID"}
         referred = {name for arg in container(process)["args"] for name in re.findall(r"\$\((\w+)\)", arg)}
         assert referred <= names
+
+    def test_have_labels_annotations_and_variables_of_ones_own_next_to_those_of_the_chart(self, process: str) -> None:
+        variable = {"name": "HTTPS_PROXY", "value": "http://proxy:3128"}
+        more = {"podLabels": {"team": "gpus"}, "podAnnotations": {"inject": "false"}, "extraEnv": [variable]}
+        before = workload(process)["spec"]["template"]["metadata"]
+        after = workload(process, {PROCESSES[process]: more})["spec"]["template"]["metadata"]
+        assert after["labels"] == {**before["labels"], "team": "gpus"}
+        assert after["annotations"] == {**before["annotations"], "inject": "false"}
+        assert container(process, {PROCESSES[process]: more})["env"] == [*container(process)["env"], variable]
 
     def test_let_flags_of_ones_own_win(self, process: str) -> None:
         values = {PROCESSES[process]: {"extraArgs": ["--log-level=debug", "--log-format=text"]}}
@@ -324,3 +341,51 @@ def test_the_monitor_finds_both_by_label_and_port_name() -> None:
         assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
         ports = {each["name"] for each in container(process)["ports"]}
         assert {each["port"] for each in monitor["spec"]["podMetricsEndpoints"]} <= ports
+
+
+def network_policies(values: Values) -> dict[str, Object]:
+    """By the component whose pods they select."""
+    found = [each for each in rendered(values) if each["kind"] == "NetworkPolicy"]
+    return {each["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"]: each["spec"] for each in found}
+
+
+def test_network_policies_admit_exactly_what_connects_to_the_ports_of_a_pod() -> None:
+    clients = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+    values: Values = {
+        "networkPolicy": {"enabled": True, "clients": clients},
+        "controller": {"webAddress": ":8443", "webTlsSecret": "web-tls"},
+    }
+    policies = network_policies(values)
+    for process in PROCESSES:
+        spec = policies[process]
+        labels = workload(process)["spec"]["template"]["metadata"]["labels"]
+        assert spec["podSelector"]["matchLabels"].items() <= labels.items()
+        probes, rest = spec["ingress"]
+        open_ports = {each["port"] for rule in (probes, rest) for each in rule["ports"]}
+        assert open_ports == {each["containerPort"] for each in container(process, values)["ports"]}
+        assert (probes, rest["from"]) == ({"ports": [{"port": 8081, "protocol": "TCP"}]}, clients)
+    [hook] = hooks(values).values()
+    labels = yaml.safe_load(hook)["spec"]["template"]["metadata"]["labels"]
+    assert policies["uninstall"]["podSelector"]["matchLabels"].items() <= labels.items()
+    assert "ingress" not in policies["uninstall"]
+
+
+def test_network_policies_let_pods_reach_the_api_server_and_nothing_else() -> None:
+    servers, proxy = [{"ipBlock": {"cidr": "10.0.0.1/32"}}], {"ports": [{"port": 3128, "protocol": "TCP"}]}
+    wanted = {"enabled": True, "apiServers": servers, "apiServerPorts": [6443], "extraEgress": [proxy]}
+    to_server = {"ports": [{"port": 6443, "protocol": "TCP"}], "to": servers}
+    policies = network_policies({"networkPolicy": wanted})
+    assert policies.keys() == {*PROCESSES, "uninstall"}
+    for spec in policies.values():
+        assert spec["policyTypes"] == ["Ingress", "Egress"]
+        assert spec["egress"] == [to_server, proxy]
+
+
+def test_a_page_for_port_forwards_and_ports_that_are_off_are_not_open() -> None:
+    closed = {"metricsPort": 0, "healthPort": 0}
+    values: Values = {
+        "networkPolicy": {"enabled": True},
+        "nodePlugin": closed,
+        "controller": {**closed, "webAddress": "127.0.0.1:8082"},
+    }
+    assert not any("ingress" in spec for spec in network_policies(values).values())
