@@ -49,7 +49,11 @@ def gangs_of(pods: Iterable[Pod], pending: Collection[str], groups: Mapping[Key,
             members.setdefault(group, []).append(pod)
     gangs = []
     for key, pods_of_group in members.items():
-        waiting = tuple(pod for pod in pods_of_group if str(pod.metadata.key) in pending and not pod.spec.node_name)
+        waiting = tuple(
+            pod
+            for pod in pods_of_group
+            if str(pod.metadata.key) in pending and not pod.spec.node_name and not groups[key].places_alone(pod)
+        )
         needed = groups[key].min_count - (len(pods_of_group) - len(waiting))
         if waiting and needed > 0:
             gangs.append(Gang(groups[key], waiting, needed))
