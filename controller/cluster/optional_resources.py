@@ -126,8 +126,7 @@ def _kept_pod_group(found: PodGroup) -> PodGroup:
     at = found.metadata
     kept = Metadata(name=at.name, namespace=at.namespace, uid=at.uid)
     conditions = tuple(Condition(condition.type, condition.status) for condition in found.status.conditions)
-    status = PodGroupStatus(conditions, found.status.phase, found.status.running, found.status.succeeded)
-    return PodGroup(kept, found.spec, status)
+    return PodGroup(kept, found.spec, PodGroupStatus(conditions, found.status.phase))
 
 
 def _kept_rule(found: DeviceTaintRule) -> DeviceTaintRule:

@@ -574,12 +574,10 @@ class PodGroupSpec(Struct, frozen=True):
 
 
 class PodGroupStatus(Struct, frozen=True):
-    """All but the conditions is Volcano's: ``running`` and ``succeeded`` are numbers of pods."""
+    """``phase``: Volcano's."""
 
     conditions: tuple[Condition, ...] = ()
     phase: str = ""
-    running: int = 0
-    succeeded: int = 0
 
 
 POD_GROUP_VERSION = "scheduling.k8s.io/v1beta1"
@@ -594,19 +592,22 @@ class PodGroup(Struct, frozen=True):
     status: PodGroupStatus = PodGroupStatus()
 
     @property
+    def is_of_volcano(self) -> bool:
+        return self.spec.min_member != 0
+
+    @property
     def api_version(self) -> str:
-        return VOLCANO_GROUP_VERSION if self.spec.min_member else POD_GROUP_VERSION
+        return VOLCANO_GROUP_VERSION if self.is_of_volcano else POD_GROUP_VERSION
 
     @property
     def min_count(self) -> int:
         """The number of pods that the scheduler places together or not at all; 0: it places each by itself.
 
-        Once that many have been placed, further pods of the group are placed one by one. Volcano does so only while
-        that many have their nodes or have succeeded: its phases "Running" and "Completed".
+        Once that many have been placed, further pods of the group are placed one by one.
         """
-        if self.spec.min_member:
-            is_placed = self.spec.min_member == 1 or self.status.phase in {"Running", "Completed"}
-            return 0 if is_placed else max(0, self.spec.min_member - self.status.running - self.status.succeeded)
+        if self.is_of_volcano:
+            is_waiting = self.spec.min_member > 1 and self.status.phase in {"", "Pending", "Inqueue"}
+            return self.spec.min_member if is_waiting else 0
         placed = any(
             condition.type == "PodGroupInitiallyScheduled" and condition.status == "True"
             for condition in self.status.conditions
@@ -616,7 +617,7 @@ class PodGroup(Struct, frozen=True):
 
     def places_alone(self, pod: Pod) -> bool:
         """Whether ``pod`` is placed by itself: Volcano does so if its containers request neither CPU nor memory."""
-        return self.spec.min_member > 0 and not pod.spec.resource_names
+        return self.is_of_volcano and not pod.spec.resource_names
 
 
 class NodeSpec(Struct, frozen=True):

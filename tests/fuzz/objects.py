@@ -228,7 +228,7 @@ class Hostile:
         policy = self._pick({"gang": gang}, {"gang": None}, {"basic": {}}, None)
         conditions = self._pick([], None, [{"type": "PodGroupInitiallyScheduled", "status": "True"}])
         volcano = {"minMember": self._pick(0, 0, 2, 33, HUGE, -1)}
-        return {"spec": {"schedulingPolicy": policy, **volcano}, "status": {"conditions": conditions, "running": 1}}
+        return {"spec": {"schedulingPolicy": policy, **volcano}, "status": {"conditions": conditions}}
 
     def _node(self) -> Object:
         taint = {"key": self._string(), "effect": self._pick("NoSchedule", "x"), "value": self._string()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,9 +98,9 @@ class VolcanoGangs:
         wait_for(lambda: len(self.running(name)) == pods, READY_S, f"{pods} pods of {name} run")
 
     def wait_reason(self, kind: str, name: str, expected: str) -> None:
-        """Wait until an Event about the object has ``expected`` in it."""
+        """Wait until an Event about the object has the pattern ``expected`` in it."""
         what = f"an Event about {kind} {name} with: {expected}"
-        wait_for(lambda: any(expected in message for message in self.messages(kind, name)), READY_S, what)
+        wait_for(lambda: any(re.search(expected, message) for message in self.messages(kind, name)), READY_S, what)
 
     def remove(self, name: str) -> None:
         """Remove the pods and the template of a gang, and its PodGroup if there is one."""

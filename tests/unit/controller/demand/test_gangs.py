@@ -120,10 +120,8 @@ def test_pods_of_a_gang_that_has_been_placed_are_planned_one_by_one() -> None:
         pytest.param({"min_member": 16}, 0, id="no room for all"),
         pytest.param({"min_member": 8}, 16, id="room for those that it needs"),
         pytest.param({"min_member": 1}, 16, id="no gang"),
-        pytest.param(
-            {"min_member": 24, "status": {"phase": "Unknown", "running": 15, "succeeded": 1}}, 16, id="in part"
-        ),
-        pytest.param({"min_member": 24, "status": {"phase": "Unknown", "running": 15}}, 0, id="one pod more is needed"),
+        pytest.param({"min_member": 16, "status": {"phase": "Inqueue"}}, 0, id="queued"),
+        pytest.param({"min_member": 24}, 16, id="others of its pods run or are missing"),
         pytest.param({"min_member": 16, "status": {"phase": "Running"}}, 16, id="placed"),
         pytest.param({"min_member": 16, "cpu": ""}, 16, id="pods without requests, which Volcano places one by one"),
     ],
@@ -132,6 +130,13 @@ def test_a_gang_of_volcano_gets_offers_for_as_many_pods_as_volcano_places_at_onc
     group: dict[str, Any], expected: int
 ) -> None:
     assert offered(nodes(8).volcano_gang("training", *[ONE] * 16, **group)) == expected
+
+
+def test_pods_of_volcano_that_wait_while_others_of_their_gang_have_nodes_are_planned_one_by_one() -> None:
+    there = nodes(8).volcano_gang("training", *[ONE] * 16, min_member=16)
+    first, *others = there.pods
+    there.pods = [structs.replace(first, spec=structs.replace(first.spec, node_name="node-0")), *others]
+    assert offered(there) == 16
 
 
 def test_a_group_of_volcano_says_nothing_of_pods_that_the_default_scheduler_places() -> None:
