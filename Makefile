@@ -129,7 +129,7 @@ bench-scale: binaries ## compare the scheduler's cost with NVIDIA's device layou
 bench-versions: env ## measure how soon pods are bound on Kubernetes 1.34 to 1.37 (30 minutes with binaries in the cache, root)
 	@$(RUN)/python -m tests.bench.versions
 
-integration: env binaries ## test with the real Kueue, cluster-autoscaler and Prometheus, built on the first run (CONTRIBUTING.md; root)
+integration: env binaries ## test with the real Kueue, Volcano, cluster-autoscaler and Prometheus, built on the first run (CONTRIBUTING.md; root)
 	@$(RUN)/python -m tests.integration
 
 OBJECTS ?= 1000000

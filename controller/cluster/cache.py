@@ -22,6 +22,8 @@ from driver.kube.client import KubeClient
 from driver.kube.get_and_list import RESOURCE_GROUP
 from driver.kube.slice_types import ResourceSlice
 from driver.kube.types import (
+    POD_GROUP_VERSION,
+    VOLCANO_GROUP_VERSION,
     Allocation,
     Claim,
     ClaimSpec,
@@ -117,10 +119,10 @@ class ClusterCache:
             "Node": self._nodes,
             KIND: self._plans,
         }
-        self._pod_groups = pod_groups(client, on_change)
+        self._pod_groups = [pod_groups(client, on_change, of) for of in (POD_GROUP_VERSION, VOLCANO_GROUP_VERSION)]
         self._taint_rules = device_taint_rules(client, on_change)
         self.templates = claim_templates(client, _kept_template, on_change)
-        self._optional: tuple[OptionalCache[Any], ...] = (self._pod_groups, self._taint_rules, self.templates)
+        self._optional: tuple[OptionalCache[Any], ...] = (*self._pod_groups, self._taint_rules, self.templates)
 
     def _cache(
         self,
@@ -192,7 +194,8 @@ class ClusterCache:
     def snapshot(self) -> Snapshot:
         """The present state. ``changed`` accumulates until ``acknowledge``, so that a failed decision loses nothing."""
         classes, pods = tuple(self._classes.snapshot().values()), tuple(self._pods.snapshot().values())
-        groups, rules = self._pod_groups.snapshot(), tuple(self._taint_rules.snapshot().values())
+        groups = {key: group for cache in self._pod_groups for key, group in cache.snapshot().items()}
+        rules = tuple(self._taint_rules.snapshot().values())
         templates = tuple(self.templates.snapshot().values())
         with self._lock:
             outdated, self._outdated = self._outdated, set()
@@ -308,15 +311,12 @@ def _kept_template(found: ClaimTemplate) -> ClaimTemplate:
 def _kept_pod(found: Pod) -> Pod | None:
     """A pod that may request devices, or that belongs to a group with such pods. None for other pods."""
     common = {"cpu", "memory", "ephemeral-storage", "pods"}
-    if (
-        not found.spec.resource_claims
-        and not found.spec.resource_names - common
-        and found.spec.scheduling_group is None
-    ):
+    if not found.spec.resource_claims and not found.spec.resource_names - common and found.pod_group is None:
         return None
     controllers = tuple(owner for owner in found.metadata.owner_references if owner.controller)
     labels = {name: value for name, value in found.metadata.labels.items() if name == TEMPLATE_HASH}
-    metadata = msgspec.structs.replace(_metadata(found.metadata, labels), owner_references=controllers)
+    kept = _metadata(found.metadata, labels)
+    metadata = msgspec.structs.replace(kept, owner_references=controllers, annotations=found.metadata.annotations)
     return Pod(metadata, found.spec, found.status)
 
 

@@ -1,6 +1,6 @@
 """Resources that may be missing: the API server may not serve them, or this account not read them.
 
-PodGroups (1.37, gate GenericWorkload), DeviceTaintRules (1.37), and ResourceClaimTemplates.
+PodGroups of Kubernetes (1.37, gate GenericWorkload) and of Volcano, DeviceTaintRules (1.37), ResourceClaimTemplates.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from driver.kube.work_loop import Backoff
 log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=KubeObject)
-
-POD_GROUP_VERSION = "scheduling.k8s.io/v1beta1"
 
 FIRST_PROBE_INTERVAL_SECONDS, MAX_PROBE_INTERVAL_SECONDS = 1.0, 300.0
 """Time until an API server without the resource is asked again: it knows new roles after a moment, and its feature
@@ -105,10 +103,10 @@ def listing_error(client: KubeClient, path: str) -> ApiError | None:
     return None
 
 
-def pod_groups(client: KubeClient, on_change: Callable[[], None]) -> OptionalCache[PodGroup]:
-    """A cache of PodGroups without labels, and of their conditions only the types and values."""
-    without = "PodGroups are not read: gangs are planned pod by pod"
-    return OptionalCache(client, f"/apis/{POD_GROUP_VERSION}/podgroups", PodGroup, _kept_pod_group, on_change, without)
+def pod_groups(client: KubeClient, on_change: Callable[[], None], version: str) -> OptionalCache[PodGroup]:
+    """A cache of the PodGroups of one API without labels, and of their conditions only the types and values."""
+    without = f"PodGroups of {version} are not read: their gangs are planned pod by pod"
+    return OptionalCache(client, f"/apis/{version}/podgroups", PodGroup, _kept_pod_group, on_change, without)
 
 
 def device_taint_rules(client: KubeClient, on_change: Callable[[], None]) -> OptionalCache[DeviceTaintRule]:
@@ -128,7 +126,7 @@ def _kept_pod_group(found: PodGroup) -> PodGroup:
     at = found.metadata
     kept = Metadata(name=at.name, namespace=at.namespace, uid=at.uid)
     conditions = tuple(Condition(condition.type, condition.status) for condition in found.status.conditions)
-    return PodGroup(kept, found.spec, PodGroupStatus(conditions))
+    return PodGroup(kept, found.spec, PodGroupStatus(conditions, found.status.phase))
 
 
 def _kept_rule(found: DeviceTaintRule) -> DeviceTaintRule:

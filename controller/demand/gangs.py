@@ -36,7 +36,10 @@ class Gang:
 
 
 def gangs_of(pods: Iterable[Pod], pending: Collection[str], groups: Mapping[Key, PodGroup]) -> list[Gang]:
-    """The gangs with pods in ``pending``, which are ``namespace/name`` of pods with pending claims."""
+    """The gangs with pods in ``pending``, which are ``namespace/name`` of pods with pending claims.
+
+    Of Volcano only those all of whose pods wait: it writes a moment later than the pods run that it has placed a gang.
+    """
     members: dict[Key, list[Pod]] = {}
     for pod in pods:
         group = pod.pod_group
@@ -49,10 +52,16 @@ def gangs_of(pods: Iterable[Pod], pending: Collection[str], groups: Mapping[Key,
             members.setdefault(group, []).append(pod)
     gangs = []
     for key, pods_of_group in members.items():
-        waiting = tuple(pod for pod in pods_of_group if str(pod.metadata.key) in pending and not pod.spec.node_name)
+        waiting = tuple(
+            pod
+            for pod in pods_of_group
+            if str(pod.metadata.key) in pending and not pod.spec.node_name and not groups[key].places_alone(pod)
+        )
         needed = groups[key].min_count - (len(pods_of_group) - len(waiting))
-        if waiting and needed > 0:
-            gangs.append(Gang(groups[key], waiting, needed))
+        gang = Gang(groups[key], waiting, needed)
+        is_placed = groups[key].is_of_volcano and (gang.missing or any(pod.spec.node_name for pod in pods_of_group))
+        if waiting and needed > 0 and not is_placed:
+            gangs.append(gang)
     return gangs
 
 

@@ -16,7 +16,6 @@ import msgspec
 from controller.cluster.fleet import Fleet, Hardware
 from controller.cluster.kueue_workloads import WORKLOAD_VERSION
 from controller.cluster.node_dedication import faults_in
-from controller.cluster.optional_resources import POD_GROUP_VERSION
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.explain.reason import ClaimReason, Reason, ReasonCode
 from controller.explain.sources.selected_gpus import listed
@@ -143,9 +142,10 @@ class EventReporter:
                 continue
             if reason.code is ReasonCode.WAITS and pending.key not in self._reported:
                 continue
-            if group is not None and group.key not in groups:
-                groups.add(group.key)
-                reference = Reference("PodGroup", group.name, group.namespace, group.uid, POD_GROUP_VERSION)
+            if group is not None and group.metadata.key not in groups:
+                groups.add(group.metadata.key)
+                at = group.metadata
+                reference = Reference("PodGroup", at.name, at.namespace, at.uid, group.api_version)
                 self._recorder.event(reference, reason.code.value, reason.sentence, "Warning", PENDING, lasting=True)
             current[pending.key] = pending
             kind: Type = "Normal" if reason.code in PASSING else "Warning"

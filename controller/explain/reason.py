@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from controller.demand.pending_claims import PendingClaim
 from driver.clock import seconds_time
-from driver.kube.types import Key, Metadata
+from driver.kube.types import Key, PodGroup
 
 
 class ReasonCode(StrEnum):
@@ -80,7 +80,7 @@ class ClaimReason(NamedTuple):
     code: ReasonCode
     sentence: str
     permanent: bool = False
-    group: Metadata | None = None
+    group: PodGroup | None = None
     of_pods: tuple[tuple[Key, Reason], ...] = ()
     found_at: datetime | None = None
     is_examined: bool = True

@@ -80,9 +80,16 @@ class OwnerReference(Struct, frozen=True):
     api_version: str = ""
 
 
+class Annotations(Struct, frozen=True):
+    """``volcano_group``: of a pod, the PodGroup with which Volcano schedules it."""
+
+    volcano_group: str = msgspec.field(default="", name="scheduling.k8s.io/group-name")
+
+
 class Metadata(ObjectMeta, frozen=True, rename="camel", omit_defaults=True):
     resource_version: str = "0"
     labels: dict[str, str] = msgspec.field(default_factory=dict)
+    annotations: Annotations = Annotations()
     creation_timestamp: str | None = None
     deletion_timestamp: str | None = None
     owner_references: tuple[OwnerReference, ...] = ()
@@ -410,6 +417,9 @@ class SchedulingGroup(Struct, frozen=True):
     pod_group_name: str | None = None
 
 
+DEFAULT_SCHEDULER = "default-scheduler"
+
+
 class PodSpec(Struct, frozen=True):
     node_name: str = ""
     node_selector: dict[str, str] = {}
@@ -419,7 +429,7 @@ class PodSpec(Struct, frozen=True):
     containers: tuple[Container, ...] = ()
     init_containers: tuple[Container, ...] = ()
     scheduling_gates: tuple[dict[str, str], ...] = ()
-    scheduler_name: str = "default-scheduler"
+    scheduler_name: str = DEFAULT_SCHEDULER
     scheduling_group: SchedulingGroup | None = None
     priority: int = 0
     resources: Resources | None = None
@@ -469,9 +479,11 @@ class Pod(Struct, frozen=True):
 
     @property
     def pod_group(self) -> Key | None:
-        """The key of its PodGroup, which may not exist."""
-        group = self.spec.scheduling_group
-        return Key(self.metadata.namespace, group.pod_group_name) if group and group.pod_group_name else None
+        """The key of its PodGroup, which may not exist: of Volcano's, unless the default scheduler places it."""
+        name = "" if self.spec.scheduler_name == DEFAULT_SCHEDULER else self.metadata.annotations.volcano_group
+        if not name and self.spec.scheduling_group is not None:
+            name = self.spec.scheduling_group.pod_group_name or ""
+        return Key(self.metadata.namespace, name) if name else None
 
 
 class ConfigMap(Struct, frozen=True):
@@ -559,20 +571,38 @@ class GroupPolicy(Struct, frozen=True):
 
 
 class PodGroupSpec(Struct, frozen=True):
-    """``resource_claims``: those that all pods with the same entry share (KEP-5729)."""
+    """``resource_claims``: those that all pods with the same entry share (KEP-5729). ``min_member``: Volcano's."""
 
     scheduling_policy: GroupPolicy = GroupPolicy()
     resource_claims: tuple[PodResourceClaim, ...] = ()
+    min_member: int = 0
 
 
 class PodGroupStatus(Struct, frozen=True):
+    """``phase``: Volcano's."""
+
     conditions: tuple[Condition, ...] = ()
+    phase: str = ""
+
+
+POD_GROUP_VERSION = "scheduling.k8s.io/v1beta1"
+VOLCANO_GROUP_VERSION = "scheduling.volcano.sh/v1beta1"
 
 
 class PodGroup(Struct, frozen=True):
+    """A PodGroup of Kubernetes or, with ``spec.minMember``, of Volcano."""
+
     metadata: Metadata
     spec: PodGroupSpec = PodGroupSpec()
     status: PodGroupStatus = PodGroupStatus()
+
+    @property
+    def is_of_volcano(self) -> bool:
+        return self.spec.min_member != 0
+
+    @property
+    def api_version(self) -> str:
+        return VOLCANO_GROUP_VERSION if self.is_of_volcano else POD_GROUP_VERSION
 
     @property
     def min_count(self) -> int:
@@ -580,12 +610,19 @@ class PodGroup(Struct, frozen=True):
 
         Once that many have been placed, further pods of the group are placed one by one.
         """
+        if self.is_of_volcano:
+            is_waiting = self.spec.min_member > 1 and self.status.phase in {"", "Pending", "Inqueue"}
+            return self.spec.min_member if is_waiting else 0
         placed = any(
             condition.type == "PodGroupInitiallyScheduled" and condition.status == "True"
             for condition in self.status.conditions
         )
         gang = self.spec.scheduling_policy.gang
         return gang.min_count if gang is not None and not placed else 0
+
+    def places_alone(self, pod: Pod) -> bool:
+        """Whether ``pod`` is placed by itself: Volcano does so if its containers request neither CPU nor memory."""
+        return self.is_of_volcano and not pod.spec.resource_names
 
 
 class NodeSpec(Struct, frozen=True):

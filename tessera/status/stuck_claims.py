@@ -50,7 +50,7 @@ ADVICE: Mapping[str, str] = {
     ReasonCode.NOT_PUBLISHED: "start its plugin again, or read the log; its kubelet if a claim still has a device",
     ReasonCode.TAINTED: "delete the DeviceTaintRule, or tolerate its taint in the claim",
     ReasonCode.UNUSED: "give the pod what the message names (docs/troubleshooting.md)",
-    ReasonCode.GANG: "create its missing pods, lower the minCount of its PodGroup, or add GPUs",
+    ReasonCode.GANG: "create its missing pods, lower the minCount (Volcano: minMember) of its PodGroup, or add GPUs",
 }
 """General advice by reason, where no single change was found that helps."""
 

@@ -17,35 +17,13 @@ from tests.support.control_plane import control_plane
 from tests.support.controller import ControllerProcess, plugins
 from tests.support.plugin import PluginFlags, PluginProcess
 from tests.support.scheduling import Scheduling, asked
-from tests.support.workloads import TEMPLATES
+from tests.support.workloads import TEMPLATES, definition
 
 pytestmark = [pytest.mark.cluster, pytest.mark.core, pytest.mark.timeout(300), pytest.mark.needs("shared counters")]
 
 SMALL, FULL = "gpu-inference-1g-10gb", "gpu-training"
 SOON_S = 60.0
 QUEUE = "/apis/kueue.x-k8s.io/v1beta2/namespaces/default/workloads"
-DEFINITION = {
-    "apiVersion": "apiextensions.k8s.io/v1",
-    "kind": "CustomResourceDefinition",
-    "metadata": {
-        "name": "workloads.kueue.x-k8s.io",
-        "annotations": {"api-approved.kubernetes.io": "unapproved, a part for a test"},
-    },
-    "spec": {
-        "group": "kueue.x-k8s.io",
-        "names": {"kind": "Workload", "plural": "workloads", "listKind": "WorkloadList"},
-        "scope": "Namespaced",
-        "versions": [
-            {
-                "name": "v1beta2",
-                "served": True,
-                "storage": True,
-                "subresources": {"status": {}},
-                "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}},
-            }
-        ],
-    },
-}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +31,7 @@ def cluster() -> Iterator[Cluster]:
     """A control plane with a controller that reads Kueue's queue and lists nothing else."""
     with control_plane("kueue-queue") as running:
         install(running, {"controller": {"kueue": True}, **ANY_SIZE})
-        running.apply([DEFINITION])
+        running.apply([definition("Workload", "kueue.x-k8s.io/v1beta2")])
         # A controller that finds no Workloads at its start asks again a minute later.
         wait_for(lambda: running.api.get(QUEUE), SOON_S, "Workloads are served")
         controller = ControllerProcess(running, flags=("--kueue",))

@@ -21,6 +21,7 @@ from driver.errors import ApiError
 from driver.kube.client import KubeClient, load_configuration
 from driver.kube.controller_heartbeat import HEARTBEAT
 from driver.kube.lease import leases
+from driver.kube.types import VOLCANO_GROUP_VERSION
 from driver.model.plan import PATH
 from tests.audit.grants import Grant, grants
 from tests.audit.log import read
@@ -34,7 +35,7 @@ from tests.support.control_plane import control_plane
 from tests.support.controller import ControllerProcess
 from tests.support.gangs import GANGS, SERVED
 from tests.support.plugin import DRIVER, SLICES, TESSERA, PluginProcess, bare_node
-from tests.support.workloads import CLAIMS, PODS, bound_pod, is_gone, request
+from tests.support.workloads import CLAIMS, PODS, bound_pod, definition, is_gone, request
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -62,6 +63,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     flags = [*audit_flags(folder / "policy.json", log), *(GANGS["kube-apiserver"] if SERVED else [])]
     with control_plane("privileges", {"kube-apiserver": flags}) as cluster:
         install(cluster)
+        cluster.apply([definition("PodGroup", VOLCANO_GROUP_VERSION)])
         yield Watched(cluster, log)
 
 

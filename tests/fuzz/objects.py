@@ -227,7 +227,8 @@ class Hostile:
         gang = {"minCount": self._pick(1, 2, 33, HUGE, 0, -1)}
         policy = self._pick({"gang": gang}, {"gang": None}, {"basic": {}}, None)
         conditions = self._pick([], None, [{"type": "PodGroupInitiallyScheduled", "status": "True"}])
-        return {"spec": {"schedulingPolicy": policy}, "status": {"conditions": conditions}}
+        volcano = {"minMember": self._pick(0, 0, 2, 33, HUGE, -1)}
+        return {"spec": {"schedulingPolicy": policy, **volcano}, "status": {"conditions": conditions}}
 
     def _node(self) -> Object:
         taint = {"key": self._string(), "effect": self._pick("NoSchedule", "x"), "value": self._string()}

@@ -69,7 +69,7 @@ class Wire:
 
     def get(self, path: str, query: Mapping[str, str] | None = None) -> bytes:
         resource = path.rpartition("/")[2]
-        self.lists[resource] += query is None or query.get("limit") != "1"  # the question whether PodGroups are served
+        self.lists[path] += query is None or query.get("limit") != "1"  # the question whether PodGroups are served
         return b'{"metadata":{"resourceVersion":"%d"}}' % (self.sent[resource] + 1)
 
     @contextmanager
@@ -185,7 +185,7 @@ def fuzz(objects: int, seed: int, progress: Callable[[str], None] = lambda _: No
             thread.join(STALL_SECONDS)
     report.answers, report.slowest_answer_seconds = answers.count, answers.slowest_seconds
     report.objects, report.slowest_event_seconds = sum(wire.sent.values()), wire.slowest
-    report.failures += [f"{resource} was listed {count} times" for resource, count in wire.lists.items() if count > 1]
+    report.failures += [f"{path} was listed {count} times" for path, count in wire.lists.items() if count > 1]
     if max(report.slowest_event_seconds, report.slowest_decision_seconds) > STALL_SECONDS:
         report.failures.append(f"a stall of more than {STALL_SECONDS:.0f} s")
     return report

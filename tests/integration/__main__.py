@@ -1,9 +1,10 @@
 """``make integration``: build the programs of other projects that Tessera has to work with, and test it with them.
 
-CLUSTER_AUTOSCALER and KUEUE_MANAGER name binaries. One that is not named is built from the folder or git repository
-that CLUSTER_AUTOSCALER_SOURCE or KUEUE_SOURCE names, otherwise from the public repository, at the commit that was
-tried. Kueue's source is needed in any case, for its CRDs and webhooks. Builds are kept in the cache, by commit.
-PROMETHEUS names a folder with prometheus and promtool; otherwise they are built from their Go module.
+CLUSTER_AUTOSCALER, KUEUE_MANAGER and VOLCANO_SCHEDULER name binaries. One that is not named is built from the folder or
+git repository that CLUSTER_AUTOSCALER_SOURCE, KUEUE_SOURCE or VOLCANO_SOURCE names, otherwise from the public
+repository, at the commit that was tried. Kueue's and Volcano's sources are needed in any case, for their CRDs. Builds
+are kept in the cache, by commit. PROMETHEUS names a folder with prometheus and promtool; otherwise they are built from
+their Go module.
 """
 
 from __future__ import annotations
@@ -58,6 +59,15 @@ KUEUE = Program(
     "ff69552e79ad21652c36caa97038382e55625cf7",  # 0.20 development
     ".",
     "./cmd/kueue",
+    600,
+)
+VOLCANO = Program(
+    "VOLCANO_SCHEDULER",
+    "VOLCANO_SOURCE",
+    "https://github.com/volcano-sh/volcano",
+    "0a56ed331897f5455916a44d3075671376d731d6",  # v1.15.1
+    ".",
+    "./cmd/scheduler",
     600,
 )
 
@@ -126,8 +136,8 @@ def main() -> int:
     KEPT.mkdir(parents=True, exist_ok=True)
     found: dict[str, str] = {}
     with file_lock(KEPT / "lock", on_wait=lambda: progress.say(f"another run is building into {KEPT}: waiting for it")):
-        for program in (AUTOSCALER, KUEUE):
-            if program is KUEUE or program.variable not in os.environ:
+        for program in (AUTOSCALER, KUEUE, VOLCANO):
+            if program is not AUTOSCALER or program.variable not in os.environ:
                 found[program.source_variable] = str(source_of(program, progress))
             source = Path(found.get(program.source_variable, KEPT))
             found[program.variable] = str(binary_of(program, source, progress))

@@ -34,5 +34,15 @@ def kueue_source() -> Path:
 
 
 @pytest.fixture(scope="session")
+def volcano_program() -> Path:
+    return program("VOLCANO_SCHEDULER")
+
+
+@pytest.fixture(scope="session")
+def volcano_source() -> Path:
+    return program("VOLCANO_SOURCE")
+
+
+@pytest.fixture(scope="session")
 def prometheus_folder() -> Path:
     return program("PROMETHEUS")

@@ -134,15 +134,20 @@ def _configuration(port: int, certificates: Path, mappings: Sequence[Object]) ->
 
 def _install(cluster: Cluster, source: Path) -> None:
     cluster.api.post("/api/v1/namespaces", {"metadata": {"name": "kueue-system"}})
+    install_definitions(cluster, source / "config/components/crd/bases")
+
+
+def install_definitions(cluster: Cluster, folder: Path) -> None:
+    """Install the CustomResourceDefinitions of ``folder``, and wait until they are served."""
     names = []
-    for file in sorted((source / "config/components/crd/bases").glob("*.yaml")):
+    for file in sorted(folder.glob("*.yaml")):
         body = yaml.safe_load(file.read_text())
         cluster.api.post(CRDS, body)
         names.append(body["metadata"]["name"])
     wait_for(
         lambda: all(_has_condition(cluster.api.get(f"{CRDS}/{name}"), "Established") for name in names),
         READY_S,
-        "Kueue's CRDs are served",
+        f"the CRDs of {folder} are served",
     )
 
 

@@ -134,6 +134,20 @@ class Situation:
             self.wants(each, name=f"{name}-{number}", schedulingGroup={"podGroupName": name})
         return self
 
+    def volcano_gang(
+        self, name: str, *pods: dict[str, Any], min_member: int, status: dict[str, Any] | None = None, cpu: str = "1"
+    ) -> Situation:
+        """The same with a PodGroup of Volcano. ``cpu``: what each pod requests; empty: nothing but devices."""
+        metadata = {"name": name, "namespace": "default"}
+        raw = {"metadata": metadata, "spec": {"minMember": min_member}, "status": status or {}}
+        self.pod_groups[Key("default", name)] = msgspec.convert(raw, PodGroup)
+        annotations = {"annotations": {"scheduling.k8s.io/group-name": name}}
+        container = {"resources": {"requests": {"cpu": cpu} if cpu else {}}}
+        for number, each in enumerate(pods):
+            pod = {"metadata": annotations, "schedulerName": "volcano", "containers": [container]}
+            self.wants(each, name=f"{name}-{number}", **pod)
+        return self
+
     def holding(self, name: str, node: str, *devices: str) -> Situation:
         """A claim that is allocated."""
         pool = f"{node}-{DRIVER}"

@@ -30,6 +30,28 @@ def request(device_class: str, name: str = "gpu", selector: str = "") -> dict[st
     return {"name": name, "exactly": exactly}
 
 
+def definition(kind: str, api_version: str) -> dict[str, Any]:
+    """A CustomResourceDefinition that accepts every field, in place of the one of another project."""
+    group, version = api_version.split("/")
+    plural = f"{kind.lower()}s"
+    any_fields = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
+    served = {"name": version, "served": True, "storage": True, "subresources": {"status": {}}, "schema": any_fields}
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {
+            "name": f"{plural}.{group}",
+            "annotations": {"api-approved.kubernetes.io": "unapproved, a part for a test"},
+        },
+        "spec": {
+            "group": group,
+            "names": {"kind": kind, "plural": plural, "listKind": f"{kind}List"},
+            "scope": "Namespaced",
+            "versions": [served],
+        },
+    }
+
+
 def is_gone(cluster: Cluster, path: str) -> bool:
     """Whether there is no such object."""
     try:

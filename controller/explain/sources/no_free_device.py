@@ -61,7 +61,7 @@ def reason_of(pending: PendingClaim, reasoning: Reasoning, unreported: Unreporte
     reason = _qualified(reasoning.reason_with_gang(pending), queue, unreported)
     if reason is None:
         return None
-    group = queue.gangs_without_room[pending.key].group.metadata if reason.code is ReasonCode.GANG else None
+    group = queue.gangs_without_room[pending.key].group if reason.code is ReasonCode.GANG else None
     of_pods = () if reason.permanent else _of_single_pods(pending, reasoning, unreported, reason.code)
     return ClaimReason(pending, reason.code, reason.sentence, reason.permanent, group, tuple(of_pods))
 

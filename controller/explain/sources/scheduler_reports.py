@@ -18,12 +18,13 @@ NO_REPORT, REPORTS = "no scheduler has reported", "the scheduler reports"
 
 EXPECTED = re.compile(
     r"cannot allocate all claims|resourceclaim not available on the node|taint|node affinity/selector"
-    r"|were unschedulable|requested node name",
+    r"|were unschedulable|requested node name|minAvailable is satisfied",
     re.IGNORECASE,
 )
-"""Parts of a report about what Tessera knows itself: devices, and the nodes that exclude the pod."""
+"""Parts of a report about what Tessera knows itself: devices, gangs, and the nodes that exclude the pod."""
 
-NODES = re.compile(r"\d+/\d+ nodes are available: (?P<parts>.*)", re.DOTALL)
+NODES = re.compile(r"\d+/\d+ nodes are (?:un)?available: (?P<parts>.*)", re.DOTALL)
+"""As kube-scheduler reports, and Volcano, which may say first what it says of the gang."""
 END = re.compile(r"\. (?:still not schedulable|no new claims to deallocate|preemption)", re.IGNORECASE)
 
 GENERATED = re.compile(r'^\(combined from similar events\): |(?<=\w) "[^"]*"(?= is forbidden)')
@@ -47,7 +48,7 @@ def names_obstacle(report: Condition) -> bool:
 
 def _parts(report: Condition) -> list[str]:
     """What it says of nodes, for each cause; or the whole message."""
-    match = NODES.match(report.message)
+    match = NODES.search(report.message)
     return END.split(match["parts"])[0].rstrip(".").split(", ") if match else [report.message]
 
 

@@ -34,13 +34,13 @@ def reasons_of_incomplete_gangs(queue: Queue, clock: Clock) -> Iterator[ClaimRea
     for gang in queue.gangs:
         if not gang.missing or any(age_of(pod, clock) < GRACE_SECONDS for pod in gang.pods):
             continue
-        group, more = gang.group.metadata, f"{gang.missing} more {'exists' if gang.missing == 1 else 'exist'}"
+        name, more = gang.group.metadata.name, f"{gang.missing} more {'exists' if gang.missing == 1 else 'exist'}"
         sentence = (
-            f"PodGroup {group.name} needs {gang.needed} pods at once, and only {len(gang.pods)} wait: the scheduler "
+            f"PodGroup {name} needs {gang.needed} pods at once, and only {len(gang.pods)} wait: the scheduler "
             f"tries none of them before {more}, without scheduling gates"
         )
         for pending in dict.fromkeys(claim for pod in gang.pods for claim in queue.of_pod(pod)):
-            yield ClaimReason(pending, ReasonCode.GANG, sentence, permanent=True, group=group)
+            yield ClaimReason(pending, ReasonCode.GANG, sentence, permanent=True, group=gang.group)
 
 
 def _needed(queue: Queue, gang: Gang) -> str:

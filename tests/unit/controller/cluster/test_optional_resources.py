@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from controller.cluster.optional_resources import device_taint_rules, pod_groups
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError
 from driver.kube.client import KubeClient
+from driver.kube.types import VOLCANO_GROUP_VERSION
 
 SOON_S = 10.0
 
@@ -24,7 +26,7 @@ class Refusing(KubeClient):
 
 
 @pytest.mark.parametrize("status", [NOT_FOUND, FORBIDDEN])
-@pytest.mark.parametrize("optional", [pod_groups, device_taint_rules])
+@pytest.mark.parametrize("optional", [partial(pod_groups, version=VOLCANO_GROUP_VERSION), device_taint_rules])
 def test_whoever_waits_for_the_caches_is_told_when_a_resource_turns_out_not_to_be_readable(
     optional: Any, status: int
 ) -> None:

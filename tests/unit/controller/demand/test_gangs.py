@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from controller.demand.demand import demand_of
 from controller.demand.device_search import Budget, choose_devices
@@ -113,6 +114,39 @@ def test_pods_of_a_gang_that_has_been_placed_are_planned_one_by_one() -> None:
     assert offered(nodes(8, 0).gang("training", *[ONE] * 16, status=placed)) == 16
 
 
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [
+        pytest.param({"min_member": 16}, 0, id="no room for all"),
+        pytest.param({"min_member": 8}, 16, id="room for those that it needs"),
+        pytest.param({"min_member": 1}, 16, id="no gang"),
+        pytest.param({"min_member": 16, "status": {"phase": "Inqueue"}}, 0, id="queued"),
+        pytest.param({"min_member": 24}, 16, id="others of its pods run or are missing"),
+        pytest.param({"min_member": 16, "status": {"phase": "Running"}}, 16, id="placed"),
+        pytest.param({"min_member": 16, "cpu": ""}, 16, id="pods without requests, which Volcano places one by one"),
+    ],
+)
+def test_a_gang_of_volcano_gets_offers_for_as_many_pods_as_volcano_places_at_once(
+    group: dict[str, Any], expected: int
+) -> None:
+    assert offered(nodes(8).volcano_gang("training", *[ONE] * 16, **group)) == expected
+
+
+def test_pods_of_volcano_that_wait_while_others_of_their_gang_have_nodes_are_planned_one_by_one() -> None:
+    there = nodes(8).volcano_gang("training", *[ONE] * 16, min_member=16)
+    first, *others = there.pods
+    there.pods = [structs.replace(first, spec=structs.replace(first.spec, node_name="node-0")), *others]
+    assert offered(there) == 16
+
+
+def test_a_group_of_volcano_says_nothing_of_pods_that_the_default_scheduler_places() -> None:
+    there = nodes(8).volcano_gang("training", *[ONE] * 2, min_member=16)
+    there.pods = [
+        structs.replace(pod, spec=structs.replace(pod.spec, scheduler_name="default-scheduler")) for pod in there.pods
+    ]
+    assert offered(there) == 2
+
+
 def test_a_pod_that_names_a_group_which_does_not_exist_is_planned_by_itself() -> None:
     there = nodes(8).wants(ONE, schedulingGroup={"podGroupName": "none"})
     assert offered(there) == 1
@@ -203,6 +237,14 @@ def test_the_reason_names_the_gang_and_how_many_of_its_pods_have_room(
     free: tuple[int, ...], pods: list[dict[str, Any]], sentence: str
 ) -> None:
     assert sentences(nodes(*free).gang("training", *pods)) == {f"{ReasonCode.GANG}: {sentence}"}
+
+
+def test_the_reason_of_a_gang_of_volcano_is_about_the_pod_group_of_volcano() -> None:
+    [reason, *_] = reasons_of(nodes(8).volcano_gang("training", *[ONE] * 16, min_member=12).queue)
+    expected = "PodGroup training needs 12 pods with 1 device each at once; even if nothing were held, there would be"
+    assert reason.sentence.startswith(expected)
+    assert reason.group is not None
+    assert reason.group.api_version == "scheduling.volcano.sh/v1beta1"
 
 
 def test_the_reason_of_a_gang_names_who_holds_what_it_lacks() -> None:

@@ -18,6 +18,9 @@ from tests.support.watched_offers import MINUTE, SAYS_NO, SECOND, Watched, offer
 
 SMALL = profile("1g.10gb")
 NO_CPU = "0/1 nodes are available: 1 Insufficient cpu."
+NOT_READY = "pod group is not ready, 2 Pending, 2 minAvailable; Pending: 2 Unschedulable"
+"""As Volcano reports."""
+
 AFFINITY = "0/2 nodes are available: 1 cannot allocate all claims, 1 node(s) didn't match pod anti-affinity rules."
 FAILS = 'running "DynamicResources" filter plugin: claim default/claim: selector #0: CEL runtime error: no such key: x'
 
@@ -119,9 +122,15 @@ class TestWhatIsSaid:
             ("0/2 nodes are available: 2 cannot allocate all claims. still not schedulable, preemption: none.", False),
             ("0/2 nodes are available: 1 cannot allocate all claims, 1 node(s) lack the licence of plugin x.", True),
             ("no nodes available to schedule pods", True),
+            ("0/2 nodes are unavailable: 1 cannot allocate all claims, 1 Insufficient cpu.", True),
+            (f"{NOT_READY}. Origin reason is b: 0/2 nodes are unavailable: 2 cannot allocate all claims.", False),
+            ("Pod default/b can possibly be assigned to a, once minAvailable is satisfied", False),
+            (NOT_READY, True),
         ],
     )
-    def test_only_devices_and_excluded_nodes_are_no_other_obstacle(self, message: str, *, is_quoted: bool) -> None:
+    def test_only_devices_gangs_and_excluded_nodes_are_no_other_obstacle(
+        self, message: str, *, is_quoted: bool
+    ) -> None:
         found = Watched(waiting(message), "a/gpu-0-mig-1g10gb-6").after(SECOND)
         assert [f"{message.rstrip('.')}; gpu-0" in each.sentence for each in found] == [True] * is_quoted
 
