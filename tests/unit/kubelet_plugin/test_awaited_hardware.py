@@ -325,6 +325,7 @@ def test_what_a_failed_start_has_built_is_freed_before_the_plugin_waits(monkeypa
 
     monkeypatch.setattr(app, "NodePlugin", FailingPlugin)
     monkeypatch.setattr(app, "AwaitedHardware", Waiting)
+    monkeypatch.setattr(app, "store_first_config", lambda *_: None)
     gc.disable()
     try:
         assert app.discovered_plugin(node_settings(node_name=NODE), threading.Event()) is None
