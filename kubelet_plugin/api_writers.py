@@ -128,7 +128,7 @@ class Publishing:
             self._follower,
             self._config,
         )
-        return *(part.run for part in parts), self._config.run
+        return tuple(part.run for part in parts)
 
     @property
     def readers(self) -> tuple[Callable[[threading.Event], None], ...]:
