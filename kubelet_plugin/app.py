@@ -275,6 +275,7 @@ class NodePlugin:
             self._serve(stack)
             self._stop.wait()
             log.info("stopping")
+        self._publishing.check_stored_config()
 
     def _end_writers(self, writers: Sequence[threading.Thread]) -> None:
         """Wait until nothing is written any more if another plugin takes over, or if Tessera is uninstalled."""

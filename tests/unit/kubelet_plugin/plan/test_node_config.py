@@ -30,6 +30,7 @@ class ConfiguredNode:
     text: str | None = None
     node_labels: dict[str, str] | None = field(default_factory=lambda: {"gpu": "h100"})
     allowed: str = ""
+    planned: tuple[str, ...] = ()
     is_led: bool = True
     changes: list[NodeChange] = field(default_factory=list)
 
@@ -47,7 +48,7 @@ class ConfiguredNode:
         self.changes.clear()
 
     def plan(self) -> GpuNodePlan | None:
-        return GpuNodePlan(PlanMetadata("node-a"), PlanSpec(config_revision=self.allowed))
+        return GpuNodePlan(PlanMetadata("node-a"), PlanSpec(held=self.planned, config_revision=self.allowed))
 
     def controller_is_alive(self) -> bool:
         return self.is_led
@@ -174,6 +175,34 @@ def test_a_gpu_stays_managed_while_a_claim_has_a_device_of_it(configured: Config
     assert "gpu-0-mig-1g10gb-6" in configured.follower.status.error
     node.preparer.unprepare(claim)
     assert configured.follow() == [NodeChange.SETTINGS]
+
+
+def test_a_gpu_stays_managed_while_a_claim_that_is_not_prepared_yet_has_a_device_of_it(
+    configured: ConfiguredNode,
+) -> None:
+    configured.planned = ("gpu-0-mig-1g10gb-6 default/infer",)
+    configured.edit(excludeGpus="0")
+    configured.allowed = NodeConfig("", {"exclude_gpus": "0"}).revision
+    assert configured.follow() == []
+    assert "gpu-0-mig-1g10gb-6" in configured.follower.status.error
+    configured.is_led = False  # the plan of a controller that is gone names claims that have ended
+    assert configured.follow() == [NodeChange.SETTINGS]
+
+
+def test_a_gpu_stays_managed_if_a_claim_is_prepared_on_it_before_the_plugin_has_ended(
+    configured: ConfiguredNode,
+) -> None:
+    configured.edit(publish="complete")
+    configured.follow()
+    configured.edit(excludeGpus="0")
+    configured.allowed = NodeConfig("", {"exclude_gpus": "0"}).revision
+    assert configured.follow() == [NodeChange.SETTINGS]
+    claim = configured.node.api.allocate("infer", "gpu-0-mig-1g10gb-6")
+    configured.node.preparer.prepare(claim)
+    configured.follower.check_stored()
+    configured.start()
+    assert configured.settings.manages(configured.node.node.inventory.gpus[0])
+    assert configured.follower.publish() == "complete"
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"name": "a", "settings": {"shares": "x"}}', b'{"name": "a"}'])
