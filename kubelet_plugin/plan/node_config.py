@@ -28,6 +28,7 @@ from driver.config.node_configs import (
 from driver.errors import ApiError, StateError, UsageError
 from driver.kube.client import KubeClient, load_configuration
 from driver.kube.controller_heartbeat import SILENCE_TIMEOUT_SECONDS
+from driver.kube.events import shortened
 from driver.kube.types import GpuNodePlan
 from driver.kube.work_loop import Loop
 from driver.model.device import Device
@@ -151,10 +152,11 @@ class ConfigFollower:
         try:
             config = chosen_config(read_configs(text), labels)
             self._check(self._settings.configured(config))
-        except UsageError as error:
-            if str(error) != self.status.error:
-                log.error("the node keeps its configuration", extra={"config": self.status.name, "error": str(error)})
-            self._report(ConfigStatus(self.status.name, self.status.revision, str(error)))
+        except UsageError as fault:
+            error = shortened(str(fault))
+            if error != self.status.error:
+                log.error("the node keeps its configuration", extra={"config": self.status.name, "error": error})
+            self._report(ConfigStatus(self.status.name, self.status.revision, error))
             return None
         if config.revision != self._config.revision:
             return self._restart_if_allowed(config)

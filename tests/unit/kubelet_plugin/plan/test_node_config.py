@@ -11,6 +11,7 @@ import pytest
 
 from driver.config.node_configs import CONFIG_LABEL, NO_CONFIG, NodeConfig
 from driver.kube.controller_heartbeat import SILENCE_TIMEOUT_SECONDS
+from driver.kube.events import MESSAGE_BYTES
 from driver.kube.types import GpuNodePlan, PlanMetadata
 from driver.model.plan import PlanSpec
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
@@ -163,6 +164,13 @@ def test_a_mistake_changes_nothing_and_is_reported(
     configured.node_labels = {"gpu": "h100"}
     configured.follow()
     assert configured.follower.status.error == ""
+
+
+def test_many_mistakes_do_not_make_the_status_of_the_plan_too_large(configured: ConfiguredNode) -> None:
+    configured.text = json.dumps([{"name": "h100", "settings": {"share": "0=2"}}] * 1000)
+    configured.follow()
+    assert "nodeConfigs[0].settings.share" in configured.follower.status.error
+    assert len(configured.follower.status.error.encode()) <= MESSAGE_BYTES
 
 
 def test_a_gpu_stays_managed_while_a_claim_has_a_device_of_it(configured: ConfiguredNode) -> None:
