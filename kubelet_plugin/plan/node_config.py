@@ -99,6 +99,16 @@ def store_first_config(settings: NodeSettings, user_agent: str) -> None:
         log.warning("the node's configuration is not known yet: the flags apply", extra={"error": str(error)})
 
 
+def store_without_layout(state_dir: Path, error: UsageError) -> None:
+    """Remove the layout of the stored configuration, which the GPUs can't have; its other settings stay in force: a GPU
+    that it excludes must not be offered. Raises StateError, and ``error`` if there is none to remove."""
+    config = stored_config(state_dir) or NO_CONFIG
+    if not config.settings or config.settings.get("layout") == "":
+        raise error
+    log.error("the node's GPUs have no layout for now: they can't have theirs", extra={"error": str(error)})
+    store_config(state_dir, NodeConfig(config.name, {**config.settings, "layout": ""}))
+
+
 def _path(state_dir: Path) -> Path:
     return state_dir / "node-config.json"
 

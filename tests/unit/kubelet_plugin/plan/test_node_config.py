@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import tempfile
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +18,12 @@ from driver.kube.controller_heartbeat import SILENCE_TIMEOUT_SECONDS
 from driver.kube.events import MESSAGE_BYTES
 from driver.kube.types import GpuNodePlan, PlanMetadata
 from driver.model.plan import PlanSpec
+from kubelet_plugin.app import discovered_plugin
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.plan.node_config import ALONE_SPREAD_SECONDS, ConfigFollower, store_config, stored_config
 from kubelet_plugin.settings import NodeSettings, node_settings
 from tests.support.clock import FakeClock
+from tests.support.faulty_api import kubeconfig_of
 from tests.support.node import NodeUnderTest
 
 
@@ -73,6 +79,13 @@ class ConfiguredNode:
     @property
     def stored(self) -> NodeConfig | None:
         return stored_config(self.flags.state_dir)
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A socket's path has at most 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="tessera-") as directory:
+        yield Path(directory)
 
 
 @pytest.fixture
@@ -211,6 +224,25 @@ def test_a_gpu_stays_managed_if_a_claim_is_prepared_on_it_before_the_plugin_has_
     configured.start()
     assert configured.settings.manages(configured.node.node.inventory.gpus[0])
     assert configured.follower.publish() == "complete"
+
+
+@pytest.mark.parametrize("flags", [{}, {"layout": "all=1g.10gb"}])
+def test_a_stored_layout_that_the_gpus_can_not_have_offers_no_gpu_that_the_configuration_excludes(
+    short_path: Path, flags: dict[str, str]
+) -> None:
+    kubeconfig = short_path / "kubeconfig"
+    kubeconfig.write_text(json.dumps(kubeconfig_of("https://127.0.0.1:1")))
+    paths = {name: short_path / name for name in ("kubelet_dir", "cdi_dir", "state_dir", "host_root", "driver_root")}
+    paths["state_dir"].mkdir()
+    settings = node_settings(node_name="node-a", gpus="sim:dgx-h100", kubeconfig=kubeconfig, **paths, **flags)
+    own = {"shares": "all=2"} if flags else {"layout": "all=9g.90gb"}
+    store_config(settings.state_dir, NodeConfig("h100", {"exclude_gpus": "0", **own}))
+    plugin = discovered_plugin(settings, threading.Event())
+    assert plugin is not None
+    plugin.stop()
+    stored = stored_config(settings.state_dir)
+    assert stored is not None
+    assert stored.settings == {"exclude_gpus": "0", **own, "layout": ""}
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"name": "a", "settings": {"shares": "x"}}', b'{"name": "a"}'])
