@@ -87,6 +87,7 @@ class Publishing:
             client, settings.namespace, node, lambda: self._config.publish(), changes
         )
         self._config = ConfigFollower(self._instructions, settings, inventory, changes)
+        self.check_stored_config = self._config.check_stored
         self._follower = PlanFollower(
             self._instructions, inventory, fields, PlanFile(settings.state_dir), changes, settings.layout
         )
@@ -128,7 +129,7 @@ class Publishing:
             self._follower,
             self._config,
         )
-        return *(part.run for part in parts), self._config.run
+        return tuple(part.run for part in parts)
 
     @property
     def readers(self) -> tuple[Callable[[threading.Event], None], ...]:

@@ -48,7 +48,7 @@ from kubelet_plugin.inventory.scan import NvmlEventListener, ScanLoop, Scanner
 from kubelet_plugin.inventory.standalone_offers import check_layouts, setting_warnings
 from kubelet_plugin.metrics import probes
 from kubelet_plugin.metrics.metrics_interface import Measurements
-from kubelet_plugin.plan.node_config import store_config, store_first_config, stored_config
+from kubelet_plugin.plan.node_config import store_first_config, store_without_layout, stored_config
 from kubelet_plugin.plan.plan_file import PlanFile
 from kubelet_plugin.reconcile.background_work import BackgroundWork, ClaimActivity
 from kubelet_plugin.reconcile.orphans import Orphans
@@ -275,6 +275,7 @@ class NodePlugin:
             self._serve(stack)
             self._stop.wait()
             log.info("stopping")
+        self._publishing.check_stored_config()
 
     def _end_writers(self, writers: Sequence[threading.Thread]) -> None:
         """Wait until nothing is written any more if another plugin takes over, or if Tessera is uninstalled."""
@@ -355,10 +356,7 @@ def discovered_plugin(
         try:
             return NodePlugin(settings, observer, stop, sockets)
         except UsageError as error:
-            if not (stored_config(settings.state_dir) or NO_CONFIG).settings:
-                raise
-            log.error("the stored configuration is not valid any more: the flags apply", extra={"error": str(error)})
-            store_config(settings.state_dir, NO_CONFIG)
+            store_without_layout(settings.state_dir, error)
             continue
         except DriverMissing as error:
             missing = error.reason

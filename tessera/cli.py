@@ -20,6 +20,9 @@ from driver.logs import with_logs
 
 log = logging.getLogger(__name__)
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""Signals that end the node plugin."""
+
 OF_THEIR_OWN_MODULE = (
     "kueue", "lint", "map", "simulate", "status", "topology", "uninstall", "usage", "web", "why",
 )  # fmt: skip
@@ -154,14 +157,18 @@ def node(**flags: Any) -> None:
             is_terminated.set()
             stop.set()
 
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOP_SIGNALS:
             signal.signal(number, terminate)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         plugin = node_plugin(settings, stop)
         gc.freeze()
     finally:
         gc.enable()
     if plugin is not None:
         plugin.run()
+    # A signal during the restart then waits for the new process. As the first of a container, it ignores one without a
+    # handler.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     if not is_terminated.is_set():  # its configuration has changed: the same process starts again
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - there is no shell
     leave(log)

@@ -21,7 +21,7 @@ from driver.errors import UsageError
 from driver.kube.client import KubeClient
 from driver.kube.types import GpuNodePlan
 from driver.kube.work_loop import Loop
-from driver.model.plan import PATH
+from driver.model.plan import PATH, NodeConditionType
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,12 @@ class ConfiguredNode:
     @property
     def may_start(self) -> bool:
         return self.plan.spec.config_revision == self.config.revision
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether the plan is paused, or the node would not become ready, because it waits for its driver."""
+        conditions = self.plan.status.conditions
+        return self.plan.metadata.paused or any(item.type == NodeConditionType.UNABLE for item in conditions)
 
 
 class ConfigRollout:
@@ -101,7 +107,7 @@ class ConfigRollout:
             self._stopped.add(config)
             return []
         self._stopped.discard(config)
-        waiting = [node for node in pending if node not in starting and not node.plan.metadata.paused]
+        waiting = [node for node in pending if node not in starting and not node.is_held_back]
         waiting.sort(key=lambda node: (node.held, node.name))
         return waiting[: max(0, math.ceil(SHARE_AT_ONCE * len(nodes)) - len(starting))]
 

@@ -130,16 +130,18 @@ def faults_of_configs(content: object) -> Iterator[Fault]:
     if not isinstance(content, list):
         yield Fault("nodeConfigs", shown(content), "must be a list of objects with name, nodeSelector and settings")
         return
-    names: list[object] = []
+    names: set[str] = set()
     for at, config in enumerate(content):
         path = f"nodeConfigs[{at}]"
         if not isinstance(config, dict):
             yield Fault(path, shown(config), f"must be an object with fields {', '.join(CONFIG_FIELDS)}")
             continue
         yield from _faults_of_config(config, path)
-        if config.get("name") in names:
-            yield Fault(f"{path}.name", shown(config["name"]), "another configuration has that name")
-        names.append(config.get("name"))
+        name = config.get("name")
+        if isinstance(name, str):
+            if name in names:
+                yield Fault(f"{path}.name", shown(name), "another configuration has that name")
+            names.add(name)
 
 
 def _faults_of_config(config: Mapping[str, Any], path: str) -> Iterator[Fault]:

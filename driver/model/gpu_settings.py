@@ -105,15 +105,16 @@ def written_layouts(layouts: Layouts) -> str:
 
 def _entries(parts: Iterable[str], parse: Callable[[str], tuple[str, T]], values: str) -> tuple[tuple[str, T], ...]:
     entries = [parse(part.strip()) for part in parts if part.strip()]
-    names = [name for name, _ in entries]
-    for name in names:
-        if names.count(name) > 1:
+    names: set[str] = set()
+    for name, _ in entries:
+        if name in names:
             raise ValueError(f"{name} has several {values}; give it one")
         if not NAME.fullmatch(name) and not PRODUCT.fullmatch(name):
             raise ValueError(
                 f"{name!r} is no index (0), UUID (GPU-...), PCI address (0000:1b:00.0) or product (NVIDIA L4), "
                 "nor `all`"
             )
+        names.add(name)
     return tuple(entries)
 
 

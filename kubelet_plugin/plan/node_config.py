@@ -18,6 +18,7 @@ import msgspec
 from driver.clock import Clock
 from driver.config.node_configs import (
     CONFIGS_KEY,
+    NO_CONFIG,
     NODE_CONFIGS,
     PARSERS,
     NodeConfig,
@@ -27,8 +28,10 @@ from driver.config.node_configs import (
 from driver.errors import ApiError, StateError, UsageError
 from driver.kube.client import KubeClient, load_configuration
 from driver.kube.controller_heartbeat import SILENCE_TIMEOUT_SECONDS
+from driver.kube.events import shortened
 from driver.kube.types import GpuNodePlan
 from driver.kube.work_loop import Loop
+from driver.model.device import Device
 from driver.model.plan import ConfigStatus
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.files import write_atomically
@@ -96,6 +99,16 @@ def store_first_config(settings: NodeSettings, user_agent: str) -> None:
         log.warning("the node's configuration is not known yet: the flags apply", extra={"error": str(error)})
 
 
+def store_without_layout(state_dir: Path, error: UsageError) -> None:
+    """Remove the layout of the stored configuration, which the GPUs can't have; its other settings stay in force: a GPU
+    that it excludes must not be offered. Raises StateError, and ``error`` if there is none to remove."""
+    config = stored_config(state_dir) or NO_CONFIG
+    if not config.settings or config.settings.get("layout") == "":
+        raise error
+    log.error("the node's GPUs have no layout for now: they can't have theirs", extra={"error": str(error)})
+    store_config(state_dir, NodeConfig(config.name, {**config.settings, "layout": ""}))
+
+
 def _path(state_dir: Path) -> Path:
     return state_dir / "node-config.json"
 
@@ -149,10 +162,11 @@ class ConfigFollower:
         try:
             config = chosen_config(read_configs(text), labels)
             self._check(self._settings.configured(config))
-        except UsageError as error:
-            if str(error) != self.status.error:
-                log.error("the node keeps its configuration", extra={"config": self.status.name, "error": str(error)})
-            self._report(ConfigStatus(self.status.name, self.status.revision, str(error)))
+        except UsageError as fault:
+            error = shortened(str(fault))
+            if error != self.status.error:
+                log.error("the node keeps its configuration", extra={"config": self.status.name, "error": error})
+            self._report(ConfigStatus(self.status.name, self.status.revision, error))
             return None
         if config.revision != self._config.revision:
             return self._restart_if_allowed(config)
@@ -164,15 +178,33 @@ class ConfigFollower:
         self._report(ConfigStatus(config.name, config.revision))
         return None
 
+    def check_stored(self) -> None:
+        """Call it when the plugin has ended: a claim may have been prepared since the configuration was stored.
+
+        Raises StateError.
+        """
+        try:
+            self._check(self._settings.configured(stored_config(self._settings.state_dir) or NO_CONFIG))
+        except UsageError as error:
+            log.error("the node keeps its configuration", extra={"config": self.status.name, "error": str(error)})
+            store_config(self._settings.state_dir, self._config)
+
     def _check(self, settings: NodeSettings) -> None:
         """Raises UsageError if the node can't have ``settings`` now."""
         check_layouts(settings.layout, settings.shares, self._inventory.gpus)
+        allocated = self._allocated()
         for gpu in self._inventory.gpus:
-            held = self._inventory.held_on(gpu)
-            if held and not settings.manages(gpu):
-                # Only a plugin that manages the GPU can remove the partition of its claim.
-                names = ", ".join(sorted(device.name for device in held))
+            devices = [*self._inventory.held_on(gpu), *(device for device in allocated if device.gpu.uuid == gpu.uuid)]
+            if devices and not settings.manages(gpu):
+                # Only a plugin that manages the GPU can prepare its devices, and remove the partitions of claims.
+                names = ", ".join(sorted({device.name for device in devices}))
                 raise UsageError(f"GPU {gpu.index} would not be managed, and claims have {names}: waits for their end")
+
+    def _allocated(self) -> list[Device]:
+        """The devices that claims have by the plan, prepared or not; none if nobody keeps the plan up to date."""
+        plan = self._instructions.plan()
+        names = plan.spec.held_devices if plan is not None and self._instructions.controller_is_alive() else ()
+        return [device for name in names if (device := self._inventory.device(name)) is not None]
 
     def _restart_if_allowed(self, config: NodeConfig) -> float | None:
         plan, now = self._instructions.plan(), self._clock.monotonic()

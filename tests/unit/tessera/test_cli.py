@@ -237,6 +237,18 @@ def test_without_an_api_server_it_serves_and_says_what_is_missing(flags: list[st
 
 
 @pytest.mark.long
+def test_a_signal_that_arrives_while_the_process_starts_again_ends_it(flags: list[str]) -> None:
+    restart = (
+        "import os, signal, sys\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", restart, str(Path(sys.executable).with_name("tessera")), "node", *flags]
+    assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_ends_without_leaving_anything_behind(flags: list[str], tmp_path: Path, number: int) -> None:
     socket = tmp_path / "kubelet" / "plugins" / "gpu.tessera.dev" / "dra.sock"

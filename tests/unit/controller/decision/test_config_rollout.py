@@ -14,7 +14,7 @@ from controller.cluster.node_views import NodeChanges
 from controller.decision.config_rollout import IDLE_SECONDS, READY_TIMEOUT_SECONDS, STARTS_PER_TURN, ConfigRollout
 from driver.config.node_configs import CONFIG_LABEL, CONFIGS_KEY, NO_CONFIG, NODE_CONFIGS, read_configs
 from driver.kube.types import PAUSED, GpuNodePlan, Metadata, Node, NodeSpec, PlanMetadata, Taint
-from driver.model.plan import PATH, ConfigStatus, PlanSpec, PlanStatus
+from driver.model.plan import PATH, ConfigStatus, NodeCondition, NodeConditionType, PlanSpec, PlanStatus
 from tests.support.api_server import ObjectApi
 from tests.support.clock import FakeClock
 
@@ -136,6 +136,19 @@ def test_a_node_that_is_down_does_not_hold_up_the_others(api: ObjectApi) -> None
     rollout.unreachable = {"n000"}
     rollout.edit(shares="all=4")
     assert rollout.turn() == {"n001"}
+
+
+def test_a_node_that_waits_for_its_driver_does_not_hold_up_the_others(api: ObjectApi) -> None:
+    rollout = Rollout(api, 2)
+    unable = NodeCondition(NodeConditionType.UNABLE, "2026-11-28T12:00:00Z", "the node's NVIDIA driver can't be used")
+    working = rollout.plans["n000"]
+    status = msgspec.structs.replace(working.status, conditions=(unable,))
+    rollout.plans["n000"] = msgspec.structs.replace(working, status=status)
+    rollout.edit(shares="all=4")
+    assert rollout.turn() == {"n001"}
+    rollout.restarted({"n001"})
+    rollout.plans["n000"] = working
+    assert rollout.turn() == {"n000"}
 
 
 def test_a_mistake_in_the_configurations_restarts_nobody(api: ObjectApi) -> None:

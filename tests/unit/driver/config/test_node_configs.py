@@ -87,6 +87,11 @@ def test_a_mistake_is_refused_with_path_value_and_what_is_accepted(config: Any, 
     assert said in refusal(config)
 
 
+def test_several_configurations_may_lack_a_name_or_have_a_wrong_one() -> None:
+    said = refusal({}, {}, {"name": 5}, {"name": 5})
+    assert [f"nodeConfigs[{at}].name" in said for at in range(4)] == [True] * 4
+
+
 def test_all_mistakes_are_named_at_once() -> None:
     said = refusal({"name": "a", "settings": {"publish": "x", "shares": "y"}}, {"name": "a"})
     assert "publish" in said

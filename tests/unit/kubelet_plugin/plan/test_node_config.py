@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import tempfile
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from driver.config.node_configs import CONFIG_LABEL, NO_CONFIG, NodeConfig
 from driver.kube.controller_heartbeat import SILENCE_TIMEOUT_SECONDS
+from driver.kube.events import MESSAGE_BYTES
 from driver.kube.types import GpuNodePlan, PlanMetadata
 from driver.model.plan import PlanSpec
+from kubelet_plugin.app import discovered_plugin
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.plan.node_config import ALONE_SPREAD_SECONDS, ConfigFollower, store_config, stored_config
 from kubelet_plugin.settings import NodeSettings, node_settings
 from tests.support.clock import FakeClock
+from tests.support.faulty_api import kubeconfig_of
 from tests.support.node import NodeUnderTest
 
 
@@ -30,6 +37,7 @@ class ConfiguredNode:
     text: str | None = None
     node_labels: dict[str, str] | None = field(default_factory=lambda: {"gpu": "h100"})
     allowed: str = ""
+    planned: tuple[str, ...] = ()
     is_led: bool = True
     changes: list[NodeChange] = field(default_factory=list)
 
@@ -47,7 +55,7 @@ class ConfiguredNode:
         self.changes.clear()
 
     def plan(self) -> GpuNodePlan | None:
-        return GpuNodePlan(PlanMetadata("node-a"), PlanSpec(config_revision=self.allowed))
+        return GpuNodePlan(PlanMetadata("node-a"), PlanSpec(held=self.planned, config_revision=self.allowed))
 
     def controller_is_alive(self) -> bool:
         return self.is_led
@@ -71,6 +79,13 @@ class ConfiguredNode:
     @property
     def stored(self) -> NodeConfig | None:
         return stored_config(self.flags.state_dir)
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A socket's path has at most 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="tessera-") as directory:
+        yield Path(directory)
 
 
 @pytest.fixture
@@ -164,6 +179,13 @@ def test_a_mistake_changes_nothing_and_is_reported(
     assert configured.follower.status.error == ""
 
 
+def test_many_mistakes_do_not_make_the_status_of_the_plan_too_large(configured: ConfiguredNode) -> None:
+    configured.text = json.dumps([{"name": "h100", "settings": {"share": "0=2"}}] * 1000)
+    configured.follow()
+    assert "nodeConfigs[0].settings.share" in configured.follower.status.error
+    assert len(configured.follower.status.error.encode()) <= MESSAGE_BYTES
+
+
 def test_a_gpu_stays_managed_while_a_claim_has_a_device_of_it(configured: ConfiguredNode) -> None:
     node = configured.node
     claim = node.api.allocate("infer", "gpu-0-mig-1g10gb-6")
@@ -174,6 +196,53 @@ def test_a_gpu_stays_managed_while_a_claim_has_a_device_of_it(configured: Config
     assert "gpu-0-mig-1g10gb-6" in configured.follower.status.error
     node.preparer.unprepare(claim)
     assert configured.follow() == [NodeChange.SETTINGS]
+
+
+def test_a_gpu_stays_managed_while_a_claim_that_is_not_prepared_yet_has_a_device_of_it(
+    configured: ConfiguredNode,
+) -> None:
+    configured.planned = ("gpu-0-mig-1g10gb-6 default/infer",)
+    configured.edit(excludeGpus="0")
+    configured.allowed = NodeConfig("", {"exclude_gpus": "0"}).revision
+    assert configured.follow() == []
+    assert "gpu-0-mig-1g10gb-6" in configured.follower.status.error
+    configured.is_led = False  # the plan of a controller that is gone names claims that have ended
+    assert configured.follow() == [NodeChange.SETTINGS]
+
+
+def test_a_gpu_stays_managed_if_a_claim_is_prepared_on_it_before_the_plugin_has_ended(
+    configured: ConfiguredNode,
+) -> None:
+    configured.edit(publish="complete")
+    configured.follow()
+    configured.edit(excludeGpus="0")
+    configured.allowed = NodeConfig("", {"exclude_gpus": "0"}).revision
+    assert configured.follow() == [NodeChange.SETTINGS]
+    claim = configured.node.api.allocate("infer", "gpu-0-mig-1g10gb-6")
+    configured.node.preparer.prepare(claim)
+    configured.follower.check_stored()
+    configured.start()
+    assert configured.settings.manages(configured.node.node.inventory.gpus[0])
+    assert configured.follower.publish() == "complete"
+
+
+@pytest.mark.parametrize("flags", [{}, {"layout": "all=1g.10gb"}])
+def test_a_stored_layout_that_the_gpus_can_not_have_offers_no_gpu_that_the_configuration_excludes(
+    short_path: Path, flags: dict[str, str]
+) -> None:
+    kubeconfig = short_path / "kubeconfig"
+    kubeconfig.write_text(json.dumps(kubeconfig_of("https://127.0.0.1:1")))
+    paths = {name: short_path / name for name in ("kubelet_dir", "cdi_dir", "state_dir", "host_root", "driver_root")}
+    paths["state_dir"].mkdir()
+    settings = node_settings(node_name="node-a", gpus="sim:dgx-h100", kubeconfig=kubeconfig, **paths, **flags)
+    own = {"shares": "all=2"} if flags else {"layout": "all=9g.90gb"}
+    store_config(settings.state_dir, NodeConfig("h100", {"exclude_gpus": "0", **own}))
+    plugin = discovered_plugin(settings, threading.Event())
+    assert plugin is not None
+    plugin.stop()
+    stored = stored_config(settings.state_dir)
+    assert stored is not None
+    assert stored.settings == {"exclude_gpus": "0", **own, "layout": ""}
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"name": "a", "settings": {"shares": "x"}}', b'{"name": "a"}'])
