@@ -145,6 +145,8 @@ class ConfigFollower:
         self._instructions, self._settings, self._inventory = instructions, settings, inventory
         self._changes, self._clock, self._spread = changes, clock or Clock(), spread
         self._config = settings.config
+        self._is_first = stored_config(settings.state_dir) is None
+        """Whether it could not be read before the start: then what it excludes is published until the restart."""
         self._alone_until: float | None = None
         self.status = ConfigStatus(settings.config.name, settings.config.revision)
         self._loop = Loop("following the node's configuration", self.follow, COALESCE_SECONDS)
@@ -170,10 +172,10 @@ class ConfigFollower:
             return None
         if config.revision != self._config.revision:
             return self._restart_if_allowed(config)
-        if (config.name, config.settings) != (self._config.name, self._config.settings):
+        if self._is_first or (config.name, config.settings) != (self._config.name, self._config.settings):
             store_config(self._settings.state_dir, config)
-            self._config = config
-            log.info("the node's configuration has changed", extra={"config": config.name})
+            self._config, self._is_first = config, False
+            log.info("the node has a configuration", extra={"config": config.name or "none"})
             self._changes.report(NodeChange.LABEL)
         self._report(ConfigStatus(config.name, config.revision))
         return None
@@ -212,7 +214,7 @@ class ConfigFollower:
             self._alone_until = None
         elif self._alone_until is None:
             self._alone_until = now + SILENCE_TIMEOUT_SECONDS + ALONE_SPREAD_SECONDS * self._spread()
-        is_allowed = plan is not None and plan.spec.config_revision == config.revision
+        is_allowed = self._is_first or (plan is not None and plan.spec.config_revision == config.revision)
         if not is_allowed and (self._alone_until is None or now < self._alone_until):
             self._report(ConfigStatus(self.status.name, self.status.revision))
             return CHECK_INTERVAL_SECONDS

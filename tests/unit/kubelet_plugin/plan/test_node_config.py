@@ -90,7 +90,9 @@ def short_path() -> Iterator[Path]:
 
 @pytest.fixture
 def configured(node: NodeUnderTest) -> ConfiguredNode:
-    return ConfiguredNode(node, node_settings(node_name="node-a", state_dir=node.root / "state", shares="all=2"))
+    flags = node_settings(node_name="node-a", state_dir=node.root / "state", shares="all=2")
+    store_config(flags.state_dir, NO_CONFIG)
+    return ConfiguredNode(node, flags)
 
 
 def test_nothing_happens_before_labels_and_configurations_are_known(configured: ConfiguredNode) -> None:
@@ -117,7 +119,7 @@ def test_what_the_node_publishes_changes_at_once(configured: ConfiguredNode) -> 
 def test_other_settings_wait_for_the_controller_and_a_restart(configured: ConfiguredNode) -> None:
     configured.edit(shares="all=4")
     assert configured.follow() == []
-    assert configured.stored is None
+    assert configured.stored == NO_CONFIG
     configured.allowed = NodeConfig("", {"shares": "all=4"}).revision
     assert configured.follow() == [NodeChange.SETTINGS]
     configured.start()
@@ -131,6 +133,18 @@ def test_a_controller_that_allows_it_need_not_have_renewed_its_heartbeat_yet(con
     configured.edit(shares="all=4")
     configured.allowed = NodeConfig("", {"shares": "all=4"}).revision
     assert configured.follow() == [NodeChange.SETTINGS]
+
+
+def test_a_node_that_could_not_read_its_first_configuration_restarts_as_soon_as_it_can(
+    configured: ConfiguredNode,
+) -> None:
+    (configured.flags.state_dir / "node-config.json").unlink()
+    configured.start()
+    configured.edit(excludeGpus="0")
+    assert configured.follow() == [NodeChange.SETTINGS]
+    configured.start()
+    configured.edit(excludeGpus="0,1")
+    assert configured.follow() == []  # from then on the controller allows it
 
 
 def test_settings_that_a_configuration_no_longer_has_are_those_of_the_flags_again(configured: ConfiguredNode) -> None:
