@@ -85,10 +85,13 @@ def pod_spec(workloads: Workloads, name: str) -> dict[str, Any]:
     }
 
 
+JOBS = "/apis/batch/v1/namespaces/default/jobs"
+
+
 def job(cluster: Cluster, workloads: Workloads, name: str) -> None:
     spec = {"restartPolicy": "Never", **pod_spec(workloads, name)}
     body = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": {"template": {"spec": spec}}}
-    cluster.api.post("/apis/batch/v1/namespaces/default/jobs", body)
+    cluster.api.post(JOBS, body)
 
 
 def test_a_pod_on_a_gpu_that_refuses_to_be_cut_is_moved_to_another_and_both_sides_are_told(
@@ -123,6 +126,9 @@ def test_a_pod_on_a_gpu_that_refuses_to_be_cut_is_moved_to_another_and_both_side
     assert all("can't prepare" in message for message in messages)
     wait_for(lambda: not unprepared(), SOON_S, "nothing fails any more")
     node.fault("clear")
+    # Its pod may be on the GPU that another test drains.
+    cluster.api.request("DELETE", f"{JOBS}/serve", {"propagationPolicy": "Background"})
+    wait_for(lambda: not pods_of(cluster, "serve"), SOON_S, "the Job's pods are gone")
 
 
 def test_while_the_driver_of_a_node_is_missing_it_gets_no_pods_and_everybody_is_told_why(

@@ -8,10 +8,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 from msgspec.structs import replace
 
+from tessera.cli import main
 from tessera.cli import node as node_plugin
 from tests.harness import __main__ as command
 from tests.harness.cluster import Cluster
@@ -59,7 +61,9 @@ def plugins(state: ClusterState) -> list[dict[str, Any]]:
     commands = [shlex.split(line)[1:] for line in command._how_to_use(Cluster(state)) if "tessera node" in line]
     ends_with_cluster = f"TESSERA_TEST_CLUSTER={state.directory}"
     assert all(words[:3] == [ends_with_cluster, ".venv/bin/tessera", "node"] for words in commands)
-    return [node_plugin.make_context("node", words[3:]).params for words in commands]
+    # click keeps the help option of a command's first context: without a parent `-h` would be unknown to later tests.
+    parent = click.Context(main, **main.context_settings)
+    return [node_plugin.make_context("node", words[3:], parent=parent).params for words in commands]
 
 
 def test_node_plugins_of_two_clusters_share_no_folder_when_started_as_printed(state: ClusterState) -> None:
