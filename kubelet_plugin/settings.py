@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -116,6 +116,15 @@ class NodeSettings:
     def manages(self, gpu: Gpu) -> bool:
         """Whether the plugin uses ``gpu``."""
         return gpu in self.include_gpus and gpu not in self.exclude_gpus
+
+    def reason_against(self, gpu: Gpu, held: Collection[str]) -> str | None:
+        """Why a node can't have these settings while claims have the devices ``held`` of ``gpu``; None: it can.
+
+        Only a plugin that manages the GPU can prepare its devices, and remove the partitions of claims.
+        """
+        if not held or self.manages(gpu):
+            return None
+        return f"GPU {gpu.index} would not be managed, and claims have {', '.join(sorted(held))}"
 
     @property
     def publish_existing(self) -> bool:

@@ -13,9 +13,9 @@ from driver.config.libyaml_loader import read_yaml
 from driver.config.node_configs import NO_CONFIG, SETTING_FIELDS, NodeConfig, chosen_config, read_configs
 from driver.errors import UsageError
 from driver.kube.types import GpuNodePlan
-from driver.model.plan import GpuReport
 from kubelet_plugin.inventory.standalone_offers import check_layouts
 from kubelet_plugin.settings import node_settings
+from tessera.gpu_names_and_faults import GpuName
 from tessera.gpu_sources import readable_reports
 from tessera.tables_and_drawings import columns
 
@@ -98,15 +98,9 @@ def _check(config: NodeConfig, plan: GpuNodePlan) -> None:
     settings = node_settings(node_name=plan.metadata.name, **config.settings)
     check_layouts(settings.layout, settings.shares, [report.gpu for report in reports])
     for report in reports:
-        held = sorted(entry.partition(" ")[0] for entry in plan.spec.held if _is_of(entry, report))
-        if held and not settings.manages(report.gpu):
-            raise UsageError(f"GPU {report.gpu.index} would not be managed, and claims have {', '.join(held)}")
-
-
-def _is_of(entry: str, report: GpuReport) -> bool:
-    """Whether a held device of a plan is of this GPU."""
-    device, gpu = entry.partition(" ")[0], f"gpu-{report.number}"
-    return device == gpu or device.startswith(f"{gpu}-")
+        name = GpuName(plan.metadata.name, report.number, report.gpu.uuid)
+        if reason := settings.reason_against(report.gpu, [*filter(name.has, plan.spec.held_devices)]):
+            raise UsageError(reason)
 
 
 def _cell(value: object) -> str:

@@ -19,6 +19,7 @@ from driver.clock import Clock
 from driver.config.node_configs import CONFIGS_KEY, NODE_CONFIGS, NodeConfig, chosen_config, read_configs
 from driver.errors import UsageError
 from driver.kube.client import KubeClient
+from driver.kube.get_and_list import config_map_text
 from driver.kube.types import GpuNodePlan
 from driver.kube.work_loop import Loop
 from driver.model.plan import PATH, NodeConditionType
@@ -67,8 +68,7 @@ class ConfigRollout:
     def __init__(
         self, client: KubeClient, namespace: str, snapshot: Callable[[], Snapshot | None], clock: Clock | None = None
     ) -> None:
-        self._client, self._snapshot, self._clock = client, snapshot, clock or Clock()
-        self._path = f"/api/v1/namespaces/{namespace}/configmaps/{NODE_CONFIGS}"
+        self._client, self._namespace, self._snapshot, self._clock = client, namespace, snapshot, clock or Clock()
         self._started: dict[tuple[str, str], float] = {}
         """By node and revision, since when the node may start."""
         self._stopped: set[tuple[str, str]] = set()
@@ -81,7 +81,7 @@ class ConfigRollout:
         if snapshot is None:
             return TURN_SECONDS
         try:
-            configs = read_configs(((self._client.find(self._path) or {}).get("data") or {}).get(CONFIGS_KEY, ""))
+            configs = read_configs(config_map_text(self._client, self._namespace, NODE_CONFIGS, CONFIGS_KEY))
         except UsageError:  # each node keeps its configuration and reports why
             return IDLE_SECONDS
         nodes_of: dict[tuple[str, str], list[ConfiguredNode]] = defaultdict(list)
@@ -112,7 +112,7 @@ class ConfigRollout:
         return waiting[: max(0, math.ceil(SHARE_AT_ONCE * len(nodes)) - len(starting))]
 
     def _seconds_since_start(self, node: ConfiguredNode) -> float:
-        """How long ago the node was allowed to start, as far as this leader knows."""
+        """How long ago the node was allowed to start, by what this leader has seen."""
         now = self._clock.monotonic()
         return now - self._started.setdefault((node.name, node.config.revision), now)
 

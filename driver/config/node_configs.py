@@ -98,7 +98,7 @@ def read_configs(text: str) -> tuple[NodeConfig, ...]:
         content = msgspec.json.decode(text) if text.strip() else []
     except (msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(f"{NODE_CONFIGS}, {CONFIGS_KEY}: {error}") from error
-    faults = list(faults_of_configs(content))
+    faults = list(_faults_of_configs(content))
     if faults:
         raise UsageError(f"{NODE_CONFIGS}: {'; '.join(map(str, faults))}")
     return tuple(
@@ -125,7 +125,7 @@ def chosen_config(configs: Sequence[NodeConfig], labels: Mapping[str, str]) -> N
     return configs[names.index(name)]
 
 
-def faults_of_configs(content: object) -> Iterator[Fault]:
+def _faults_of_configs(content: object) -> Iterator[Fault]:
     """All faults of a decoded list of configurations."""
     if not isinstance(content, list):
         yield Fault("nodeConfigs", shown(content), "must be a list of objects with name, nodeSelector and settings")

@@ -1,4 +1,4 @@
-"""Typed reads: lists page by page, single claims, the owner reference of a Node."""
+"""Typed reads: lists page by page, single claims, texts of ConfigMaps, the owner reference of a Node."""
 
 from __future__ import annotations
 
@@ -90,6 +90,12 @@ def list_claims(client: KubeClient) -> Iterator[Claim]:
         yield from read_all(client, f"{RESOURCE_GROUP}/resourceclaims", Claim)
     except msgspec.MsgspecError as error:
         raise ApiError(f"listing ResourceClaims: the API server's answer does not parse: {error}") from error
+
+
+def config_map_text(client: KubeClient, namespace: str, name: str, key: str) -> str:
+    """The text of one key of a ConfigMap; "" if there is none. Raises ApiError."""
+    stored = client.find(f"/api/v1/namespaces/{namespace}/configmaps/{name}") or {}
+    return str((stored.get("data") or {}).get(key, ""))
 
 
 def owner_reference(client: KubeClient, name: str) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""What the cluster tells a node: its plan, the heartbeat, labels of its Node, and the configurations of nodes.
+"""What a node watches: its plan, the heartbeat, labels of its Node, and the configurations of nodes.
 
 The plan also has the cordons of the node's GPUs, which ``health.device_health`` reads.
 """

@@ -29,6 +29,7 @@ from driver.errors import ApiError, StateError, UsageError
 from driver.kube.client import KubeClient, load_configuration
 from driver.kube.controller_heartbeat import SILENCE_TIMEOUT_SECONDS
 from driver.kube.events import shortened
+from driver.kube.get_and_list import config_map_text
 from driver.kube.types import GpuNodePlan
 from driver.kube.work_loop import Loop
 from driver.model.device import Device
@@ -91,10 +92,9 @@ def store_first_config(settings: NodeSettings, user_agent: str) -> None:
         return
     client = KubeClient(load_configuration(settings.kubeconfig, in_own_process=True), user_agent)
     try:
-        configs = client.find(f"/api/v1/namespaces/{settings.namespace}/configmaps/{NODE_CONFIGS}") or {}
+        text = config_map_text(client, settings.namespace, NODE_CONFIGS, CONFIGS_KEY)
         labels = (client.find(f"{NODES_PATH}/{settings.node_name}") or {}).get("metadata", {}).get("labels") or {}
-        config = chosen_config(read_configs((configs.get("data") or {}).get(CONFIGS_KEY, "")), labels)
-        store_config(settings.state_dir, config)
+        store_config(settings.state_dir, chosen_config(read_configs(text), labels))
     except (ApiError, StateError, UsageError) as error:
         log.warning("the node's configuration is not known yet: the flags apply", extra={"error": str(error)})
 
@@ -114,7 +114,7 @@ def _path(state_dir: Path) -> Path:
 
 
 class ConfigInstructions(Protocol):
-    """What the cluster tells the node about its configuration (``WatchedInstructions``). No method waits."""
+    """What is known about the node's configuration (``WatchedInstructions``). No method waits."""
 
     def plan(self) -> GpuNodePlan | None:
         """The node's plan."""
@@ -197,10 +197,8 @@ class ConfigFollower:
         allocated = self._allocated()
         for gpu in self._inventory.gpus:
             devices = [*self._inventory.held_on(gpu), *(device for device in allocated if device.gpu.uuid == gpu.uuid)]
-            if devices and not settings.manages(gpu):
-                # Only a plugin that manages the GPU can prepare its devices, and remove the partitions of claims.
-                names = ", ".join(sorted({device.name for device in devices}))
-                raise UsageError(f"GPU {gpu.index} would not be managed, and claims have {names}: waits for their end")
+            if reason := settings.reason_against(gpu, {device.name for device in devices}):
+                raise UsageError(f"{reason}: waits for their end")
 
     def _allocated(self) -> list[Device]:
         """The devices that claims have by the plan, prepared or not; none if nobody keeps the plan up to date."""

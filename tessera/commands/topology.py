@@ -15,7 +15,7 @@ from driver.errors import FatalError
 from driver.hardware.host import GpuFault
 from driver.hardware.pci_distance import Nic, Place, find_nics, level, links_between, place_of
 from driver.kube.client import KubeClient
-from driver.kube.get_and_list import read_all
+from driver.kube.get_and_list import config_map_text, read_all
 from driver.kube.types import Node
 from driver.model.gpu import Gpu, Partition
 from kubelet_plugin.inventory.open_hardware import open_host
@@ -99,8 +99,7 @@ def topology(output: str, config: Path | None, kubeconfig: Path | None, namespac
 
 def _show_preview(output: str, file: Path, client: KubeClient, namespace: str) -> None:
     then = read_file(file)
-    stored = client.find(f"/api/v1/namespaces/{namespace}/configmaps/{NODE_CONFIGS}") or {}
-    now = read_configs((stored.get("data") or {}).get(CONFIGS_KEY, ""))
+    now = read_configs(config_map_text(client, namespace, NODE_CONFIGS, CONFIGS_KEY))
     nodes = {node.metadata.name: node.metadata.labels for node in read_all(client, NODES_PATH, Node)}
     rows = preview(now, then, nodes, find_plans(client) or [])
     show(output, rows, as_table(rows))
