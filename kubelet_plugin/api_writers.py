@@ -13,7 +13,8 @@ from driver.kube.client import ApiReach, KubeClient, load_configuration
 from driver.kube.events import Recorder
 from driver.kube.get_and_list import owner_reference
 from driver.model.device import Device
-from driver.model.plan import PlanSpec
+from driver.model.gpu import Gpu
+from driver.model.plan import PlanMode, PlanSpec
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
 from driver.slices.dropped_fields import KeptFields
 from driver.slices.publisher import PresentSlices, Publisher, SliceStep, SliceWriteObserver
@@ -139,6 +140,19 @@ class Publishing:
     def devices(self) -> list[Device]:
         devices = (self._inventory.device(name) for name in sorted(self._follower.publication.names))
         return [device for device in devices if device is not None]
+
+    def claimed_devices(self, gpu: Gpu) -> frozenset[str]:
+        """The devices of ``gpu`` that claims hold. Without a controller, a node does not know claims that are allocated
+        and not prepared yet."""
+        plan, names = self._instructions.plan(), {device.name for device in self._inventory.devices_on(gpu)}
+        allocated = plan.spec.held_devices if plan is not None else frozenset[str]()
+        return frozenset(device.name for device in self._inventory.held_on(gpu)) | (allocated & names)
+
+    def offers_to_withdraw(self, gpu: Gpu) -> frozenset[str]:
+        """The devices of ``gpu``, which is cordoned, that are published until the controller has withdrawn them."""
+        names = {device.name for device in self._inventory.devices_on(gpu)}
+        is_planned = self._follower.mode_choice.mode is PlanMode.PLANNED
+        return self._follower.publication.offered & names if is_planned else frozenset()
 
     def not_ready(self) -> str | None:
         """Why the slices are not as they must be, or None."""

@@ -22,6 +22,7 @@ from driver.model.device import number_gpus
 from driver.process_exit import join_all
 from driver.slices.slice_names import Pool
 from driver.step_observer import unobserved
+from kubelet_plugin.acceptance.session import AcceptanceService, AcceptanceTest
 from kubelet_plugin.api_writers import NODE_USER_AGENT, Publishing, api_access
 from kubelet_plugin.awaited_hardware import AwaitedHardware
 from kubelet_plugin.cdi.driver_files import DriverFileWatch
@@ -35,6 +36,7 @@ from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, held_shar
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.preparer import ClaimReader, Preparer
+from kubelet_plugin.claims.rehearsals import Rehearsals
 from kubelet_plugin.claims.time_slices import TimeSlices
 from kubelet_plugin.coexistence.other_drivers import OtherDriverWatch
 from kubelet_plugin.dra.health_service import HealthService
@@ -100,7 +102,11 @@ class NodePlugin:
         self._stop, self.needs_restart = stop or threading.Event(), False
         self._changes = ChangeNotifier()
         self._probes = probes.NodeProbes(settings, self._stop)
-        self._metrics = _metrics(settings)
+        self._metrics: Metrics | None = None
+        if settings.metrics_address is not None:
+            from kubelet_plugin.metrics.metrics import Metrics  # the Prometheus library needs a megabyte
+
+            self._metrics = Metrics()
         measurements = self._metrics or Measurements()
         self._step = StepRunner(observer, measurements.observe_step)
         self._background = BackgroundWork(ClaimActivity(), self._probes, measurements, self._step)
@@ -173,7 +179,8 @@ class NodePlugin:
         )
         time_slices = TimeSlices(host, stores.checkpoint, step)
         self._preparer = Preparer(self._reader, stores, partitions, time_slices, self._changes, repaired, step)
-        self._trials = Trials(stores, partitions, self._preparer.cleanup, self._health)
+        self._rehearsals = Rehearsals(stores, partitions, self._preparer.cleanup)
+        self._trials = Trials(self._rehearsals, self._health)
         orphans = Orphans(stores, self._preparer, self._reader, events, measurements.count_orphan)
         set_condition, observe = self._health.set_condition, self._health.failed_preparations.observe
         self._reconciler = ClaimReconciler(
@@ -292,8 +299,9 @@ class NodePlugin:
             self._health.failed_preparations.observe,
         )
         service = DraService(self._preparer, *observers, waits=self._stores.locks.waits)
-        health_service = self._health_service
-        serve_kubelet(stack, self._settings, self._sockets, (service, health_service), self._registered, self._step)
+        services = service, self._health_service
+        acceptance = AcceptanceService(AcceptanceTest(self._rehearsals, self._health, self._publishing))
+        serve_kubelet(stack, self._settings, self._sockets, services, self._registered, self._step, acceptance)
 
     def stop(self) -> None:
         """Ask ``run`` to return."""
@@ -365,14 +373,6 @@ def discovered_plugin(
         gc.collect()  # what has failed to start; the start of the process has switched it off
         AwaitedHardware(settings, missing, observer, sockets).serve(stop)
     return None
-
-
-def _metrics(settings: NodeSettings) -> Metrics | None:
-    if settings.metrics_address is None:
-        return None
-    from kubelet_plugin.metrics.metrics import Metrics  # the Prometheus library needs a megabyte
-
-    return Metrics()
 
 
 def _discover(

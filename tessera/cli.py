@@ -24,7 +24,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Signals that end the node plugin."""
 
 OF_THEIR_OWN_MODULE = (
-    "kueue", "lint", "map", "simulate", "status", "topology", "uninstall", "usage", "web", "why",
+    "acceptance", "kueue", "lint", "map", "simulate", "status", "topology", "uninstall", "usage", "web", "why",
 )  # fmt: skip
 COMMAND_MODULES = {
     **{name: f"tessera.commands.{name}" for name in OF_THEIR_OWN_MODULE},

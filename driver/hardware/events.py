@@ -69,6 +69,20 @@ class Events:
             self._reachable = set(uuids)
             self._registered &= self._reachable
 
+    def registered_for_test(self, handle: Any) -> int:
+        """Register the GPU with a set of its own, which is freed again; return the registered types (bits).
+
+        Raises NVMLError.
+        """
+        event_set = self._nvml.nvmlEventSetCreate()
+        try:
+            event_types: int = WANTED & self._nvml.nvmlDeviceGetSupportedEventTypes(handle)
+            if event_types:
+                self._nvml.nvmlDeviceRegisterEvents(handle, event_types, event_set)
+        finally:
+            self._nvml.nvmlEventSetFree(event_set)
+        return event_types
+
     def wait(self, handles: Mapping[str, Any], timeout_s: float) -> GpuEvent | None:
         """Return the next event of one of the GPUs (by UUID), or None after the timeout."""
         if self._left:

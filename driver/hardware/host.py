@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from ctypes import CDLL
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import pynvml
 
 from driver.errors import DriverMissing, EnvironmentFault, HardwareError
+from driver.hardware.capture import Description, NvmlAnswer, describe_node, reading_answers
 from driver.hardware.device_nodes import DeviceNodes
 from driver.hardware.events import Events
 from driver.hardware.gpu_properties import read_gpu, with_cliques
@@ -176,6 +177,25 @@ class Host(MigOperations):
     def _read(self, index: int) -> tuple[Any, Gpu]:
         handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
         return handle, read_gpu(self._nvml, handle, index, self._paths.root, simulated=self._simulated)
+
+    def read_again(self, gpu: Gpu) -> Gpu:
+        """The properties of ``gpu`` as they are now; without its NVLink clique, for which all GPUs must be read."""
+        with nvml_call(f"reading the properties of {gpu.uuid}"):
+            return read_gpu(self._nvml, self._handle(gpu), gpu.index, self._paths.root, simulated=self._simulated)
+
+    def reading_answers(self, gpu: Gpu) -> list[NvmlAnswer]:
+        """How NVML's reading functions answer for ``gpu``."""
+        return list(reading_answers(self._nvml, self._handle(gpu)))
+
+    def events_of(self, gpu: Gpu) -> int:
+        """Which of the event types WANTED (bits) ``gpu`` supports; they were registered once for the test."""
+        with nvml_call(f"registering events of {gpu.uuid}"):
+            return self._events.registered_for_test(self._handle(gpu))
+
+    def describe(self, gpus: Sequence[Gpu]) -> Description:
+        """A description of the node with ``gpus``, all of one product, for the simulator."""
+        with nvml_call("describing the node"):
+            return describe_node(self._nvml, self._paths.root, [(gpu, self._handle(gpu)) for gpu in gpus])
 
     def usage_reader(self) -> UsageReader:
         """Reads the usage of GPUs and partitions; its threads are apart from those of the other methods."""

@@ -78,7 +78,9 @@ class TimeSliceTool:
                 errors="replace",
             )
         except OSError as error:
-            raise HardwareError(f"{what}: {command[0]} can't be run: {error}") from error
+            # Also what the system says of a script whose interpreter is missing.
+            code = pynvml.NVML_ERROR_NOT_SUPPORTED if isinstance(error, FileNotFoundError) else None
+            raise HardwareError(f"{what}: {command[0]} can't be run: {error}", code) from error
         try:
             output, _ = process.communicate(timeout=NVIDIA_SMI_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired as error:

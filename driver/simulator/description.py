@@ -20,7 +20,7 @@ from msgspec import Meta
 from driver.config.libyaml_loader import read_yaml
 from driver.config.suggestions import meant
 from driver.errors import UsageError
-from driver.simulator.products import Product, find_product, product_names
+from driver.simulator.products import Product, find_product, product_names, read_product
 
 
 class Part(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -152,6 +152,7 @@ class FabricDescription(Part, frozen=True, kw_only=True):
 class NodeDescription(Part, frozen=True, kw_only=True):
     """One node. ``product`` is the GPUs' name (``products.product_names``); all GPUs of a node are of one product.
 
+    ``product_facts`` are the fields of a ``products.Product``, for a product that is not among those, or that differs.
     ``pcie_generation`` limits the GPUs' links to what the host can; ``addressing_mode`` and ``c2c`` (NVLink to a
     Grace CPU) say how GPU and CPU share memory.
     """
@@ -160,6 +161,7 @@ class NodeDescription(Part, frozen=True, kw_only=True):
     serial: str = ""
     summary: str = ""
     product: str
+    product_facts: dict[str, Any] | None = None
     driver_version: Annotated[str, Meta(pattern=r"^\d{3}(\.\d+){1,2}$")]
     cuda_driver_version: Annotated[str, Meta(pattern=r"^\d{2}\.\d$")]
     pcie_generation: Annotated[int, Meta(ge=1, le=6)] | None = None
@@ -174,7 +176,7 @@ class NodeDescription(Part, frozen=True, kw_only=True):
     @property
     def gpu_product(self) -> Product:
         """The GPUs' product; known, because the description was checked."""
-        product = find_product(self.product)
+        product = find_product(self.product) if self.product_facts is None else read_product(self.product_facts)
         if product is None:
             raise LookupError(self.product)
         return product
@@ -228,7 +230,9 @@ def parse_description(content: object, source: str) -> NodeDescription:
     :raises UsageError: naming each field that is wrong
     """
     lines = list(validation_errors(NodeDescription, content))
-    if isinstance(content, Mapping) and isinstance(product := content.get("product"), str):
+    if isinstance(content, Mapping) and content.get("productFacts") is not None:
+        lines += _product_errors(content["productFacts"])
+    elif isinstance(content, Mapping) and isinstance(product := content.get("product"), str):
         model = find_product(product)
         if model is None:
             lines.append(f"product: product {product!r} is unknown; known: {', '.join(product_names())}")
@@ -243,6 +247,21 @@ def parse_description(content: object, source: str) -> NodeDescription:
     if lines:
         raise UsageError(f"node description {source} is not valid:\n" + "\n".join(f"  {line}" for line in lines))
     return description
+
+
+def _product_errors(facts: object) -> Iterator[str]:
+    """Yield a line for each rule that the facts of a product break."""
+    try:
+        product = read_product(facts)
+    except msgspec.ValidationError as error:
+        yield f"productFacts: {error}"
+        return
+    for index, profile in enumerate(product.profiles):
+        if not profile.starts or min(profile.starts) < 0 or max(profile.starts) + profile.size > product.memory_slices:
+            yield (
+                f"productFacts.profiles[{index}]: {profile.name} has the starts {list(profile.starts)} and the size "
+                f"{profile.size}; expected places within {product.memory_slices} memory slices"
+            )
 
 
 def parse_gpu(content: dict[str, Any]) -> GpuDescription:

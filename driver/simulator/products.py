@@ -14,9 +14,13 @@ from __future__ import annotations
 import json
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=1, le=64)]
+"""A number of instances or memory slices, which bounds loops: it may come from a file of a user."""
 
 
 class ProductProfile(msgspec.Struct, frozen=True, eq=False, rename="camel"):
@@ -33,9 +37,9 @@ class ProductProfile(msgspec.Struct, frozen=True, eq=False, rename="camel"):
     encoders: int
     jpeg: int
     ofa: int
-    max_instances: int
+    max_instances: Count
     starts: tuple[int, ...]
-    size: int
+    size: Count
     whole_ci_profile: int
     memory_by_start: dict[int, int] = {}
 
@@ -73,7 +77,7 @@ class Product(msgspec.Struct, frozen=True, eq=False, rename="camel", dict=True):
     memory_bandwidth: int
     mig_capable: bool
     toggles_without_reset: bool
-    memory_slices: int
+    memory_slices: Count
     profiles: tuple[ProductProfile, ...]
     estimates: tuple[str, ...]
 
@@ -106,6 +110,11 @@ def find_product(name: str) -> Product | None:
         if name.startswith(f"{known_name} ")
     )
     return product or next(longer, None)
+
+
+def read_product(facts: object) -> Product:
+    """The product of a node description. Raises ValidationError naming the field."""
+    return msgspec.convert(facts, Product)
 
 
 def product_names() -> list[str]:

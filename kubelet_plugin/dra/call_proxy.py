@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import grpc
 
+from kubelet_plugin.acceptance import protocol
 from kubelet_plugin.dra import health_service, service
 
 OWNER_CHECK_INTERVAL_SECONDS = 0.02
@@ -23,10 +24,12 @@ OWNER_CHECK_INTERVAL_SECONDS = 0.02
 CANCELLED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 CALLS = frozenset(f"/{service.SERVICE}/{name}" for name in ("NodePrepareResources", "NodeUnprepareResources"))
-STREAM_METHODS = frozenset(
+HEALTH_STREAMS = frozenset(
     f"/{messages.DESCRIPTOR.services_by_name['DRAResourceHealth'].full_name}/NodeWatchResources"
     for _, messages in health_service.VERSIONS
 )
+
+STREAM_METHODS = HEALTH_STREAMS | {f"/{protocol.SERVICE}/{protocol.METHOD}"}
 
 FORWARDED = (("tessera-passed-on", "1"),)
 """Metadata of a call that another process has forwarded."""

@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 
 from driver.errors import EnvironmentFault
+from kubelet_plugin.acceptance.session import AcceptanceService
 from kubelet_plugin.dra.call_proxy import CallProxy, Handlers
 from kubelet_plugin.dra.health_service import MAX_STREAMS, HealthService
 from kubelet_plugin.dra.health_service import VERSIONS as HEALTH_VERSIONS
@@ -51,6 +52,7 @@ def serve_kubelet(
     services: tuple[DraService, HealthService],
     registered: Registered,
     step: StepRunner,
+    acceptance: AcceptanceService | None = None,
 ) -> None:
     """Register with the kubelet and answer its calls until ``stack`` is unwound. Raises EnvironmentFault.
 
@@ -58,15 +60,21 @@ def serve_kubelet(
     """
     dra, health = services
     handlers = [dra.handler(), *health.handlers()]
+    end_streams = [health.close]
+    if acceptance is not None:
+        handlers.append(acceptance.handler())
+        end_streams.append(acceptance.close)
     stack.callback(dra.close)
     if sockets is not None:
-        stack.callback(health.close)
+        for end in end_streams:
+            stack.callback(end)
         stack.enter_context(sockets.serving(handlers, registered))
         return
     with step(NodeStep.LISTEN):
         plugin = SocketServer(settings.plugin_socket, handlers)
     stack.callback(plugin.stop)
-    stack.callback(health.close)
+    for end in end_streams:
+        stack.callback(end)
     with step(NodeStep.OFFER_REGISTRATION):
         registry = Registry(settings, registered)
     stack.callback(registry.stop)

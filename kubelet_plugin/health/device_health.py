@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import msgspec
 import pynvml
 
 from driver.errors import HardwareError, RecoverableError
@@ -75,6 +76,8 @@ class HealthMonitor:
         self._tried: set[str] = set()
         self._recovery_supported: set[str] = set()
         self._unable: str | None = None
+        self._tested: dict[str, str] = {}
+        """The GPUs that are cordoned for a test of the plugin's own, with the reason."""
         self._current: dict[str, tuple[DeviceCondition, ...]] = {}
         self._refresh()
         self._reported = {uuid: _reasons(of_gpu) for uuid, of_gpu in self._current.items()}
@@ -169,6 +172,14 @@ class HealthMonitor:
             self._unable = reason
             self._publish()
 
+    def cordon_for_test(self, gpu: Gpu, reason: str | None) -> None:
+        """Cordon ``gpu`` as long as this process runs; None: end that. The cordon of an operator is another one."""
+        with self._lock:
+            self._tested.pop(gpu.uuid, None)
+            if reason is not None:
+                self._tested[gpu.uuid] = reason
+            self._publish()
+
     def unhealthy_reason(self, device: Device) -> str | None:
         """Why ``device`` is not healthy, or None. A cordoned device is healthy."""
         return self._reason(device, ())
@@ -232,8 +243,13 @@ class HealthMonitor:
     def _refresh(self) -> bool:
         """Update the inventory; returns whether anything changed."""
         before = self._current
+        cordoned = {**self._tested, **self._record.cordoned}
         self._current = conditions_by_gpu(
-            self._record, self._device_conditions, self._offered_for_trial, self._inventory, self._unable
+            msgspec.structs.replace(self._record, cordoned=cordoned),
+            self._device_conditions,
+            self._offered_for_trial,
+            self._inventory,
+            self._unable,
         )
         uuids = before.keys() | self._current.keys()
         changed = [self._inventory.set_conditions(uuid, self._current.get(uuid, ())) for uuid in uuids]

@@ -16,13 +16,9 @@ from operator import or_
 
 from driver.errors import RecoverableError
 from driver.kube.work_loop import Loop
-from driver.model.device import Device
 from kubelet_plugin.changes import GpuChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
-from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, device_record
-from kubelet_plugin.claims.claim_stores import ClaimStores
-from kubelet_plugin.claims.cleanup import ClaimCleanup
-from kubelet_plugin.claims.partitions import Partitions
+from kubelet_plugin.claims.rehearsals import Rehearsals
 from kubelet_plugin.health.device_health import HealthMonitor
 from kubelet_plugin.health.recorded_faults import RefusedChanges
 from kubelet_plugin.inventory.inventory import ClaimReference
@@ -40,15 +36,11 @@ class Trials:
 
     def __init__(
         self,
-        stores: ClaimStores,
-        partitions: Partitions,
-        cleanup: ClaimCleanup,
+        rehearsals: Rehearsals,
         health: HealthMonitor,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stores, self._partitions, self._cleanup, self._health, self._clock = (
-            stores, partitions, cleanup, health, clock
-        )  # fmt: skip
+        self._rehearsals, self._health, self._clock = rehearsals, health, clock
         self._due: dict[str, tuple[float, float]] = {}
         self._loop = Loop("trying failing GPUs", self.try_due, COALESCE_SECONDS)
         self.notify = self._loop.notify
@@ -74,43 +66,26 @@ class Trials:
         return min((due - self._clock() for due, _ in self._due.values()), default=None)
 
     def _try(self, refused: RefusedChanges) -> None:
-        stores, inventory = self._stores, self._stores.inventory
+        stores, partitions = self._rehearsals.stores, self._rehearsals.partitions
+        inventory = stores.inventory
         gpu = inventory.gpu(refused.gpu)
         if gpu is None or inventory.fault(gpu) is not None or inventory.is_reserved(gpu):
             return
         trial = ClaimReference("", f"the trial of gpu-{inventory.number(gpu)}", f"trial-{gpu.uuid}")
         with stores.locks.hold([claim_key(trial.uid)], trial.name), stores.locks.hold([gpu.uuid], trial.name):
             masks = [device.mask for device in inventory.held_on(gpu)]
-            masks += [partition.placement.mask for partition in self._partitions.host.partitions(gpu)]
+            masks += [partition.placement.mask for partition in partitions.host.partitions(gpu)]
             taken = reduce(or_, masks, 0)
-            partitions = [device for device in inventory.devices_on(gpu) if device.profile is not None]
-            smallest = next((device for device in partitions if not device.mask & taken), None)
-            if not partitions:
+            cuttable = [device for device in inventory.devices_on(gpu) if device.profile is not None]
+            smallest = next((device for device in cuttable if not device.mask & taken), None)
+            if not cuttable:
                 self._health.offer_for_trial(gpu, gpu.all_slices)
             elif taken:
                 if smallest is not None:
                     self._health.offer_for_trial(gpu, smallest.mask)
             elif refused.change is GpuChange.SWITCH:
-                self._partitions.switch_mig_mode(gpu)
+                partitions.switch_mig_mode(gpu)
             elif smallest is not None:
                 with self._health.trying(gpu):
-                    self._cut_and_remove(trial, smallest)
+                    self._rehearsals.cut_and_remove(trial, smallest)
                 self._health.change_succeeded(gpu, GpuChange.CUT)
-
-    def _cut_and_remove(self, trial: ClaimReference, device: Device) -> None:
-        """The partition is held and recorded like that of a claim in preparation, and so removed after a kill."""
-        stores, number = self._stores, self._stores.inventory.number(device.gpu)
-        partition = device_record(device, stores.pool.name, (), number)
-        record = ClaimRecord(VERSION, trial.namespace, trial.name, trial.uid, "preparing", (partition,), stores.boot)
-        stores.inventory.hold(trial, [device])
-        try:
-            stores.checkpoint.put(record)
-        except RecoverableError:
-            stores.inventory.release(trial.uid)
-            raise
-        try:
-            self._partitions.make(device, partition)
-        except RecoverableError:
-            self._cleanup.undo(record)
-            raise
-        self._cleanup.undo(record)

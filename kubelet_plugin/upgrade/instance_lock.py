@@ -12,12 +12,15 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from driver.errors import EnvironmentFault
 
 log = logging.getLogger(__name__)
+
+LOCK_FILE = "lock"
 
 REGISTERED = "registered"
 
@@ -39,7 +42,7 @@ class InstanceLock:
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             # Never closed: the kernel releases the lock when the process ends.
-            self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            self._lock = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise self._unusable(error) from error
 
@@ -68,10 +71,7 @@ class InstanceLock:
 
     def owner(self) -> Path | None:
         """The socket of the last owner; None if it is unknown or is this process."""
-        lines = self._read()
-        if not lines:
-            return None
-        socket = Path(lines[1]) if len(lines) > 1 else self._fixed
+        socket = _noted_socket(self._read(), self._fixed)
         return None if socket == self._own else socket
 
     def known_to_kubelet(self) -> bool:
@@ -109,6 +109,20 @@ def claim_directory(directory: Path, stop: threading.Event) -> None:
             logged = True
         if stop.wait(LOCK_CHECK_INTERVAL_SECONDS):
             return
+
+
+def active_socket(directory: Path, fixed: Path) -> Path | None:
+    """The socket of the node's active plugin, ``fixed`` if it has no pod's uid; None if there is none. Only reads."""
+    try:
+        lines = (directory / LOCK_FILE).read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return None
+    return _noted_socket(lines, fixed)
+
+
+def _noted_socket(lines: Sequence[str], fixed: Path | None) -> Path | None:
+    """The socket in the lines of the locked file."""
+    return (Path(lines[1]) if len(lines) > 1 else fixed) if lines else None
 
 
 def is_listening(path: Path) -> bool:

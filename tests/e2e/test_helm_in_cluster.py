@@ -35,7 +35,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def release(cluster: Cluster) -> Release:
-    installed = Release(cluster, GPUS)
+    installed = Release(cluster, GPUS, {"nodePlugin": {"extraArgs": ["--sim-latency=zero"]}})
     installed.import_image(image())
     installed.install()
     return installed
@@ -128,6 +128,20 @@ def test_it_can_not_be_uninstalled_under_a_running_pod(release: Release, workloa
         release.uninstall()
     assert len(release.pods("node")) == 2
     assert workloads.cluster.wait_pod("serve")["status"]["phase"] == "Running"
+
+
+def test_a_job_of_the_chart_tests_a_gpu_of_its_node(release: Release, cluster: Cluster) -> None:
+    node = cluster.nodes[1].name
+    cluster.kubectl("label", "namespace", HERE, "resource.kubernetes.io/admin-access=true")
+    job, log = release.run_acceptance_job({"node": node, "gpu": "gpu-3", "readOnly": False, "container": True})
+    steps = {line.split()[1]: line.split()[2] for line in log.partition("---")[0].splitlines() if line}
+    assert steps["idle"] == steps["every-partition"] == "Passed", log
+    # The image has no shell, which the simulator's nvidia-smi needs: the claim has brought it nevertheless.
+    assert "/usr/bin/nvidia-smi can't be run" in log
+    assert [name for name, state in steps.items() if state == "Failed"] == ["container"]
+    assert job["status"]["failed"] == 1
+    assert "product: NVIDIA H100 PCIe" in log
+    assert not release.partitions(node)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from driver.errors import ApiError
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.image.build import Built, ensure_image
-from tests.support.chart import CHART, RELEASE
+from tests.support.chart import CHART, RELEASE, rendered
 from tests.support.helm import helm
 from tests.support.plugin import SLICES, is_of_monitors
 
@@ -71,6 +71,17 @@ class Release:
         """``helm uninstall``, and wait until its pods are gone."""
         helm(self.cluster, HERE, "uninstall", RELEASE)
         wait_for(lambda: not self.pods(), GONE_S, "Tessera's pods gone")
+
+    def run_acceptance_job(self, acceptance: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+        """The Job of the chart with these values, once it has ended, and its log."""
+        objects = rendered({**self._values, "acceptance": acceptance}, HERE)
+        created = [item for item in objects if item["metadata"]["name"].startswith("tessera-acceptance")]
+        self.cluster.apply(created)
+        [name] = {item["metadata"]["name"] for item in created}
+        path = f"/apis/batch/v1/namespaces/{HERE}/jobs/{name}"
+        ended = ("succeeded", "failed")
+        wait_for(lambda: set(self.cluster.api.get(path)["status"]) & set(ended), READY_S, "the Job has ended")
+        return self.cluster.api.get(path), self.cluster.kubectl("logs", "-n", HERE, f"job/{name}")
 
     def pods(self, component: str = "") -> list[dict[str, Any]]:
         """Its pods: all, those of ``node`` plugins or those of the ``controller``."""

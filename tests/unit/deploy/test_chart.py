@@ -703,6 +703,32 @@ def test_the_hook_that_uninstalls_has_what_its_values_say() -> None:
 
 
 @pytest.mark.parametrize(
+    ("acceptance", "kinds", "arguments"),
+    [
+        ({}, [], []),
+        ({"node": "n1"}, ["Job"], ["--read-only"]),
+        ({"node": "n1", "gpu": "gpu-3", "readOnly": False}, ["Job"], ["gpu-3", "--yes"]),
+        ({"node": "n1", "container": True}, ["ResourceClaimTemplate", "Job"], ["--read-only", "--container"]),
+    ],
+)
+def test_the_job_that_tests_a_gpu_has_what_its_values_say_and_no_rights(
+    acceptance: Values, kinds: list[str], arguments: list[str]
+) -> None:
+    objects = [item for item in rendered({"acceptance": acceptance}) if "acceptance" in item["metadata"]["name"]]
+    assert [item["kind"] for item in objects] == kinds
+    if kinds:
+        pod = objects[-1]["spec"]["template"]["spec"]
+        [container] = pod["containers"]
+        usual = {"acceptance", "--capture=-", "--driver-name=gpu.tessera.dev", "--kubelet-dir=/var/lib/kubelet"}
+        usual |= {"--state-dir=/var/lib/kubelet/plugins/gpu.tessera.dev"}
+        assert [argument for argument in container["args"] if argument not in usual] == arguments
+        assert pod["automountServiceAccountToken"] is False
+        assert container["securityContext"]["privileged"] is False
+        assert all(mount["readOnly"] for mount in container["volumeMounts"])
+        assert "n1" in json.dumps(pod["affinity"])
+
+
+@pytest.mark.parametrize(
     ("values", "told"),
     [
         pytest.param(None, "No such file or directory", id="no file"),

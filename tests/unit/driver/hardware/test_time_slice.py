@@ -160,3 +160,12 @@ def test_the_compute_mode_of_a_lost_gpu_is_an_error(node: SimulatedNode) -> None
     node.faults.lose_gpu(0)
     with pytest.raises(HardwareError, match=f"reading the compute mode of {gpu.uuid}: NVML says GPU_IS_LOST"):
         host.compute_mode(gpu)
+
+
+def test_a_tool_whose_interpreter_is_missing_is_a_missing_tool(tmp_path: Path) -> None:
+    """So that the release of a refused claim does not wait for it: the image of a simulated node has no shell."""
+    root = driver_root(tmp_path, "exit 0")
+    (root / "usr/bin/nvidia-smi").write_text("#!/nowhere/sh\nexit 0\n")
+    with pytest.raises(HardwareError, match=r"can't be run: .*No such file") as refused:
+        TimeSliceTool(root).set(UUID, TimeSlice.LONG)
+    assert refused.value.code == pynvml.NVML_ERROR_NOT_SUPPORTED

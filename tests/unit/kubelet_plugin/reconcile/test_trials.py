@@ -11,6 +11,7 @@ import pytest
 from driver.errors import HardwareError
 from driver.model.plan import ClearedFaults, PlanSpec
 from driver.step_observer import unobserved
+from kubelet_plugin.claims.rehearsals import Rehearsals
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.reconcile.trials import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Trials
 from kubelet_plugin.step_names import NodeStep, Observer
@@ -37,8 +38,8 @@ class FailingNode:
 
     def start_trials(self) -> None:
         node = self.health.node
-        partitions = node.partitions_of_claims
-        self.trials = Trials(node.node, partitions, node.cleanup, self.health.health, lambda: self.now)
+        rehearsals = Rehearsals(node.node, node.partitions_of_claims, node.cleanup)
+        self.trials = Trials(rehearsals, self.health.health, lambda: self.now)
 
     def restart(self) -> None:
         self.health = self.health.restart()

@@ -1,0 +1,265 @@
+"""The steps of the acceptance test: what each of them does with one GPU.
+
+A step returns what it has found. It raises RecoverableError if it fails, and StepSkipped if the GPU or its present
+state does not allow it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from driver.errors import HardwareError, RecoverableError
+from driver.hardware.events import EVENT_KINDS
+from driver.hardware.nvml_errors import ABSENT
+from driver.hardware.usage import SHORTEST_WINDOW_SECONDS
+from driver.model.device import Device
+from driver.model.gpu import Gpu, MigMode, Partition
+from driver.model.gpu_events_and_conditions import EventKind
+from driver.model.gpu_settings import TimeSlice
+from driver.model.offer import DeviceKind
+from driver.model.usage import UsageTarget
+from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
+from kubelet_plugin.claims.rehearsals import Rehearsals
+from kubelet_plugin.inventory.inventory import ClaimReference
+
+MIB = 1 << 20
+
+LISTED_FAILURES = 3
+"""Most failures of one step that its message describes; the others are counted."""
+
+
+class StepSkipped(Exception):
+    """Why a step does not apply."""
+
+
+@dataclass
+class TestedGpu:
+    """One GPU in a test. ``is_ended``: nobody waits for the result any more.
+
+    ``memory`` receives the measured memory of partitions in MiB, by profile id and start.
+    """
+
+    gpu: Gpu
+    rehearsals: Rehearsals
+    is_ended: Callable[[], bool]
+    memory: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.host, self.inventory = self.rehearsals.partitions.host, self.rehearsals.stores.inventory
+        self.usage = self.host.usage_reader()
+        self.reference = ClaimReference("", f"the acceptance test of {self.name}", f"acceptance-{self.gpu.uuid}")
+
+    @property
+    def name(self) -> str:
+        return f"gpu-{self.inventory.number(self.gpu)}"
+
+    @property
+    def partitions(self) -> Sequence[Device]:
+        """The partitions that the GPU can have, whatever its MIG mode."""
+        return [device for device in self.inventory.devices_on(self.gpu) if device.profile is not None]
+
+    def cut_and_measure(self, device: Device) -> tuple[float, float]:
+        """Cut ``device``, check it, and remove it again. Return the seconds of both changes."""
+        rehearsals, started = self.rehearsals, time.perf_counter()
+        with rehearsals.stores.locks.hold([claim_key(self.reference.uid)], self.reference.name):
+            with rehearsals.recorded(self.reference, device) as record:
+                partition = rehearsals.partitions.make(device, record.devices[0])
+                cut = time.perf_counter() - started
+                self._check(device, partition)
+                started = time.perf_counter()
+            return cut, time.perf_counter() - started
+
+    def _check(self, device: Device, partition: Partition | None) -> None:
+        if partition is None or not partition.complete or device.profile is None or device.placement is None:
+            raise HardwareError(f"{device.name}: NVML created no complete partition")
+        self.rehearsals.partitions.nodes(self.gpu, partition)
+        target = UsageTarget(self.gpu.uuid, partition.gpu_instance_id, partition.uuid)
+        try:
+            total = self.usage.read(target).memory_total
+        finally:
+            self.usage.keep(())
+        if total is not None:
+            self.memory[device.profile.id, device.placement.start] = total // MIB
+
+
+def functions_of_nvml(tested: TestedGpu) -> str:
+    answers = tested.host.reading_answers(tested.gpu)
+    if missing := [answer.function for answer in answers if answer.is_missing]:
+        raise HardwareError(f"the driver lacks {', '.join(missing)}; Tessera needs driver 550 or newer")
+    slowest = sorted(answers, key=lambda answer: -answer.microseconds)
+    supported = sum(answer.error is None for answer in answers)
+    listed = ", ".join(map(str, slowest[:LISTED_FAILURES]))
+    return f"{len(answers)} functions answer, {supported} of them with a value; slowest: {listed}"
+
+
+def published_properties(tested: TestedGpu) -> str:
+    published, now = asdict(tested.gpu), asdict(tested.host.read_again(tested.gpu))
+    compared = [name for name in published if name not in ("nvlink_clique", "mig_mode")]
+    if differing := [name for name in compared if published[name] != now[name]]:
+        texts = (f"{name} is published as {published[name]}, NVML says {now[name]}" for name in differing)
+        raise HardwareError("; ".join(texts))
+    return (
+        f"{len(compared)} properties are as published: {tested.gpu.product_name}, {tested.gpu.memory_bytes // MIB} MiB"
+    )
+
+
+def listed_placements(tested: TestedGpu) -> str:
+    if not tested.partitions:
+        raise StepSkipped("the GPU has no MIG profiles")
+    profiles = ", ".join(f"{profile.name} at {len(profile.placements)}" for profile in tested.gpu.profiles)
+    return f"NVML lists {len(tested.partitions)} placements: {profiles}"
+
+
+def registered_events(tested: TestedGpu) -> str:
+    registered = tested.host.events_of(tested.gpu)
+    kinds = {True: list[str](), False: list[str]()}
+    for bit, kind in EVENT_KINDS.items():
+        kinds[bool(registered & bit)].append(kind.value)
+    if EventKind.XID.value not in kinds[True]:
+        raise HardwareError("the GPU reports no XIDs, so that Tessera would not know its faults")
+    missing = f"; not: {', '.join(kinds[False])}" if kinds[False] else ""
+    return f"can be registered: {', '.join(kinds[True])}{missing}"
+
+
+def activity_samples(tested: TestedGpu) -> str:
+    target = UsageTarget(tested.gpu.uuid)
+    try:
+        tested.usage.read(target)
+        if not tested.usage.has_activity(tested.gpu.uuid):
+            raise StepSkipped("the GPU has no performance monitoring (GPM); it needs Hopper or newer")
+        time.sleep(SHORTEST_WINDOW_SECONDS)
+        activity = tested.usage.read(target).activity
+    finally:
+        tested.usage.keep(())
+    if activity is None:
+        raise HardwareError("two samples give no activity")
+    values = {name: value for name, value in asdict(activity).items() if value is not None and name != "seconds"}
+    return f"measured over {activity.seconds:.2f} s: {', '.join(values) or 'nothing'}"
+
+
+def device_nodes(tested: TestedGpu) -> str:
+    return ", ".join(node.path for node in tested.host.nodes.of_gpu(tested.gpu))
+
+
+def present_partitions(tested: TestedGpu) -> str:
+    """A test that was killed must leave none, so the text is the same before and after."""
+    records = tested.rehearsals.stores.checkpoint.records()
+    if any(record.uid == tested.reference.uid for record in records):
+        raise HardwareError(f"the checkpoint still has a record of {tested.reference.name}")
+    present = tested.host.partitions(tested.gpu)
+    recorded = {device.uuid for record in records for device in record.devices}
+    of_claims = sum(partition.uuid in recorded for partition in present)
+    return f"{of_claims} of claims, {len(present) - of_claims} others"
+
+
+def switched_mig_mode(tested: TestedGpu) -> str:
+    gpu, partitions = tested.gpu, tested.rehearsals.partitions
+    if not gpu.mig_capable:
+        raise StepSkipped("the GPU has no MIG mode")
+    if not gpu.toggles_freely:
+        raise StepSkipped(f"a reset would be needed to switch the MIG mode of this {gpu.architecture} GPU")
+    seconds = []
+    for _ in range(2):
+        started = time.perf_counter()
+        partitions.switch_mig_mode(gpu)
+        seconds.append(time.perf_counter() - started)
+    return f"switched and back: {_milliseconds(seconds)}"
+
+
+def time_slice(tested: TestedGpu) -> str:
+    gpu, rehearsals = tested.gpu, tested.rehearsals
+    if tested.host.mig_enabled(gpu):
+        raise StepSkipped("MIG mode is on")
+    full = next(device for device in tested.inventory.devices_on(gpu) if device.kind is DeviceKind.FULL)
+    try:
+        with (
+            rehearsals.stores.locks.hold([claim_key(tested.reference.uid)], tested.reference.name),
+            rehearsals.recorded(tested.reference, full, TimeSlice.SHORT),
+        ):
+            tested.host.set_time_slice(gpu, TimeSlice.SHORT)
+    except HardwareError as error:
+        if error.code in ABSENT:
+            raise StepSkipped(str(error)) from error
+        raise
+    return f"set to {TimeSlice.SHORT.value} and back to {TimeSlice.DEFAULT.value}"
+
+
+def every_partition(tested: TestedGpu) -> str:
+    _require_mig(tested)
+    cuts, removals, failures = list[float](), list[float](), list[str]()
+    for device in tested.partitions:
+        if tested.is_ended():
+            raise StepSkipped("the test was ended")
+        try:
+            cut, removal = tested.cut_and_measure(device)
+        except RecoverableError as error:
+            failures.append(str(error))
+        else:
+            cuts.append(cut)
+            removals.append(removal)
+    done = f"{len(cuts)} of {len(tested.partitions)} placements were cut and removed"
+    if failures:
+        more = f"; {len(failures) - LISTED_FAILURES} more" if len(failures) > LISTED_FAILURES else ""
+        raise HardwareError(f"{done}; {'; '.join(failures[:LISTED_FAILURES])}{more}")
+    differing = [
+        f"{device.name} has {measured} MiB, its profile says {device.profile.memory_bytes // MIB}"
+        for device in tested.partitions
+        if device.profile is not None and device.placement is not None
+        and (measured := tested.memory.get((device.profile.id, device.placement.start), 0))
+        and measured != device.profile.memory_bytes // MIB
+    ]  # fmt: skip
+    texts = [done, f"cut: {_milliseconds(cuts)}", f"removal: {_milliseconds(removals)}", *differing[:LISTED_FAILURES]]
+    return "; ".join(texts)
+
+
+def killed_plugin(tested: TestedGpu) -> str:
+    """The command checks afterwards that the next process has removed the partition (``present_partitions``)."""
+    _require_mig(tested)
+    device, rehearsals = tested.partitions[0], tested.rehearsals
+    with (
+        rehearsals.stores.locks.hold([claim_key(tested.reference.uid)], tested.reference.name),
+        rehearsals.recorded(tested.reference, device) as record,
+    ):
+        rehearsals.partitions.make(device, record.devices[0])
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "survived SIGKILL"
+
+
+def _require_mig(tested: TestedGpu) -> None:
+    gpu = tested.gpu
+    if not tested.partitions:
+        raise StepSkipped("the GPU has no MIG profiles")
+    if not gpu.toggles_freely and not tested.host.mig_enabled(gpu):
+        raise StepSkipped(f"MIG mode is off ({MigMode.DISABLED}), and switching it on needs a reset of the GPU")
+
+
+def _milliseconds(seconds: Sequence[float]) -> str:
+    """The median and the longest duration."""
+    ordered = sorted(seconds)
+    return f"{ordered[len(ordered) // 2] * 1000:.0f} ms, at most {ordered[-1] * 1000:.0f} ms"
+
+
+Step = Callable[[TestedGpu], str]
+
+PARTITIONS, KILLED_PLUGIN = "partitions", "killed-plugin"
+
+READING_STEPS: Mapping[str, Step] = {
+    "nvml-functions": functions_of_nvml,
+    "properties": published_properties,
+    "placements": listed_placements,
+    "events": registered_events,
+    "activity": activity_samples,
+    "device-nodes": device_nodes,
+    PARTITIONS: present_partitions,
+}
+
+CHANGING_STEPS: Mapping[str, Step] = {
+    "mig-mode": switched_mig_mode,
+    "time-slice": time_slice,
+    "every-partition": every_partition,
+}
+"""Steps that change the GPU, which must be idle."""

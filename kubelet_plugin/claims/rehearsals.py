@@ -1,0 +1,57 @@
+"""Devices that the plugin uses like a claim does, without one: for trials of failing GPUs and for the acceptance test.
+
+What is made is held and recorded like the devices of a claim in preparation, and so removed after a kill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from driver.errors import RecoverableError
+from driver.model.device import Device
+from driver.model.gpu_settings import TimeSlice
+from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, device_record
+from kubelet_plugin.claims.claim_stores import ClaimStores
+from kubelet_plugin.claims.cleanup import ClaimCleanup
+from kubelet_plugin.claims.partitions import Partitions
+from kubelet_plugin.inventory.inventory import ClaimReference
+
+
+class Rehearsals:
+    """The caller of each method holds the locks of ``reference`` and of the device's GPU.
+
+    ``partitions`` makes what a block uses. Methods raise RecoverableError.
+    """
+
+    def __init__(self, stores: ClaimStores, partitions: Partitions, cleanup: ClaimCleanup) -> None:
+        self.stores, self.partitions, self._cleanup = stores, partitions, cleanup
+
+    @contextmanager
+    def recorded(
+        self, reference: ClaimReference, device: Device, time_slice: TimeSlice | None = None
+    ) -> Iterator[ClaimRecord]:
+        """Record ``device`` for the block, and undo afterwards what the block has made of it."""
+        stores = self.stores
+        number = stores.inventory.number(device.gpu)
+        device_entry = device_record(device, stores.pool.name, (), number, time_slice=time_slice)
+        record = ClaimRecord(
+            VERSION, reference.namespace, reference.name, reference.uid, "preparing", (device_entry,), stores.boot
+        )
+        stores.inventory.hold(reference, [device])
+        try:
+            stores.checkpoint.put(record)
+        except RecoverableError:
+            stores.inventory.release(reference.uid)
+            raise
+        try:
+            yield record
+        except RecoverableError:
+            self._cleanup.undo(record)
+            raise
+        self._cleanup.undo(record)
+
+    def cut_and_remove(self, reference: ClaimReference, device: Device) -> None:
+        """Cut the partition ``device``, and remove it again."""
+        with self.recorded(reference, device) as record:
+            self.partitions.make(device, record.devices[0])

@@ -1,0 +1,236 @@
+"""The acceptance test of a GPU by its plugin: what each step shows, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pynvml
+import pytest
+
+from driver.errors import UsageError
+from driver.simulator.description import parse_description
+from kubelet_plugin.acceptance.protocol import StepState
+from kubelet_plugin.step_names import NodeStep
+from tests.support.acceptance import AcceptanceNode
+from tests.support.running import eventually, in_thread
+
+PASSED, FAILED, SKIPPED = StepState.PASSED, StepState.FAILED, StepState.SKIPPED
+READING = {"nvml-functions", "properties", "placements", "events", "activity", "device-nodes", "partitions"}
+CUT, DESTROY = "nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceDestroy"
+
+
+@pytest.fixture
+def h100(tmp_path: Path) -> AcceptanceNode:
+    return AcceptanceNode(tmp_path)
+
+
+def test_an_idle_gpu_passes_every_step_and_is_as_it_was_afterwards(h100: AcceptanceNode) -> None:
+    steps = h100.steps("gpu-2")
+    assert {step.state for step in steps.values()} == {PASSED}, steps
+    assert {step.gpu for step in steps.values()} == {"gpu-2"}
+    assert steps.keys() == READING | {"idle", "mig-mode", "time-slice", "every-partition"}
+    assert "25 of 25 placements were cut and removed" in steps["every-partition"].detail
+    assert h100.node.nothing_left()
+    assert not h100.node.host.mig_enabled(h100.node.node.inventory.gpus[2])
+    assert h100.cordoned() == set()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "skipped"),
+    [
+        ("h200-1", set()),
+        ("dgx-a100", {"activity", "mig-mode", "every-partition"}),  # no GPM; MIG mode needs a reset
+        ("l4-4", {"activity", "mig-mode", "every-partition", "placements"}),
+        ("t4-4", {"activity", "mig-mode", "every-partition", "placements"}),
+    ],
+)
+def test_what_a_product_cannot_do_is_skipped_with_the_reason(tmp_path: Path, gpus: str, skipped: set[str]) -> None:
+    node = AcceptanceNode(tmp_path, gpus)
+    steps = node.steps()
+    assert {name for name, step in steps.items() if step.state is SKIPPED} == skipped
+    assert all(step.detail for step in steps.values())
+    assert {step.state for step in steps.values()} <= {PASSED, SKIPPED}
+    assert node.node.nothing_left()
+
+
+def test_a_read_only_test_changes_nothing_and_may_run_on_a_gpu_in_use(h100: AcceptanceNode) -> None:
+    claim = h100.node.api.allocate("running", "gpu-0-mig-1g10gb-0")
+    h100.node.preparer.prepare(claim)
+    before, changes = h100.node.partitions(), h100.health.changes
+    steps = h100.steps("gpu-0", read_only=True)
+    assert steps.keys() == READING
+    assert steps["partitions"].detail == "1 of claims, 0 others"
+    assert (h100.node.partitions(), h100.health.changes) == (before, changes)
+
+
+def test_the_gpu_is_cordoned_while_it_is_tested(h100: AcceptanceNode) -> None:
+    cordoned = [
+        (message.step.step, frozenset(h100.cordoned()))
+        for message in h100.messages("gpu-1")
+        if message.step is not None
+    ]
+    assert {gpus for step, gpus in cordoned if step in READING} == {frozenset()}
+    assert {gpus for step, gpus in cordoned if step not in READING} == {frozenset({"gpu-1"})}
+    assert h100.cordoned() == set()
+
+
+@pytest.mark.parametrize("place", ["claimed", "offered"])
+def test_a_gpu_of_which_a_claim_has_or_may_get_something_is_left_alone(
+    h100: AcceptanceNode, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kubelet_plugin.acceptance.session.WITHDRAWAL_TIMEOUT_SECONDS", 0.5)
+    gpu = h100.node.node.inventory.gpus[0]
+    getattr(h100.use, place)[gpu.uuid] = {"gpu-0-mig-1g10gb-3"}
+    steps = h100.steps("gpu-0")
+    assert steps.keys() == READING | {"idle"}
+    assert steps["idle"].state is FAILED
+    assert "gpu-0-mig-1g10gb-3" in steps["idle"].detail
+    assert not h100.node.host.mig_enabled(gpu)
+    assert h100.cordoned() == set()
+
+
+def test_a_gpu_with_partitions_of_somebody_else_is_left_alone(h100: AcceptanceNode) -> None:
+    gpu = h100.node.node.inventory.gpus[0]
+    profile = gpu.profiles[0]
+    h100.node.host.set_mig_mode(gpu, enabled=True)
+    h100.node.host.create_gpu_instance(gpu, profile, profile.placements[0])
+    steps = h100.steps("gpu-0")
+    assert "1 partitions exist that no claim" in steps["idle"].detail
+    assert len(h100.node.partitions()) == 1
+
+
+def test_the_test_waits_for_a_claim_that_ends_in_time(h100: AcceptanceNode) -> None:
+    gpu = h100.node.node.inventory.gpus[0]
+    h100.use.claimed[gpu.uuid] = {"gpu-0"}
+    notices = []
+    for message in h100.messages("gpu-0", wait=60.0):
+        if message.notice:
+            notices.append(message.notice)
+            h100.use.claimed.clear()
+        last = message
+    assert notices == ["waiting: claims hold gpu-0"]
+    assert last.node is not None
+
+
+def test_without_a_name_the_first_idle_gpu_is_tested(h100: AcceptanceNode) -> None:
+    h100.node.preparer.prepare(h100.node.api.allocate("running", "gpu-0"))
+    assert {step.gpu for step in h100.steps().values()} == {"gpu-1"}
+
+
+def test_a_name_of_no_gpu_is_answered_with_those_that_there_are(h100: AcceptanceNode) -> None:
+    with pytest.raises(UsageError, match=r"'gpu-9' is not on this node; expected a UUID or gpu-0, gpu-1, .*gpu-7"):
+        h100.steps("gpu-9")
+
+
+def test_a_gpu_that_refuses_cuts_fails_the_step_and_offers_nothing_more(h100: AcceptanceNode) -> None:
+    h100.node.simulated.faults.fail(CUT, code=pynvml.NVML_ERROR_UNKNOWN, gpu=0)
+    step = h100.steps("gpu-0")["every-partition"]
+    assert step.state is FAILED
+    assert "0 of 25 placements were cut and removed" in step.detail
+    assert "UNKNOWN" in step.detail
+    assert h100.health.unhealthy() == {"gpu-0"}
+    assert h100.node.nothing_left()
+
+
+def test_a_property_that_has_changed_since_it_was_published_is_named(h100: AcceptanceNode) -> None:
+    h100.node.simulated.faults.fail("nvmlDeviceGetEccMode", code=pynvml.NVML_ERROR_NOT_SUPPORTED, gpu=0)
+    step = h100.steps("gpu-0", read_only=True)["properties"]
+    assert step.state is FAILED
+    assert "ecc is published as True, NVML says None" in step.detail
+
+
+@pytest.mark.parametrize(
+    ("call", "step", "says"),
+    [
+        ("nvmlDeviceGetMaxClockInfo", "nvml-functions", "the driver lacks nvmlDeviceGetMaxClockInfo"),
+        ("nvmlGpmQueryDeviceSupport", "nvml-functions", "the driver lacks nvmlGpmQueryDeviceSupport"),
+    ],
+)
+def test_a_function_that_the_driver_lacks_is_named(h100: AcceptanceNode, call: str, step: str, says: str) -> None:
+    h100.node.simulated.faults.fail(call, code=pynvml.NVML_ERROR_FUNCTION_NOT_FOUND, gpu=0)
+    result = h100.steps("gpu-0", read_only=True)[step]
+    assert result.state is FAILED
+    assert says in result.detail
+
+
+def test_whoever_stops_listening_ends_the_test_and_its_cordon(h100: AcceptanceNode) -> None:
+    messages = h100.messages("gpu-0")
+    for message in messages:
+        if message.step is not None and message.step.step == "every-partition":
+            break
+    assert h100.cordoned() == {"gpu-0"}
+    messages.close()
+    assert h100.cordoned() == set()
+    assert h100.node.nothing_left()
+    h100.node.preparer.prepare(h100.node.api.allocate("next", "gpu-0"))
+
+
+def test_a_pod_that_comes_during_the_test_waits_for_it(h100: AcceptanceNode) -> None:
+    messages = h100.messages("gpu-0")
+    for message in messages:
+        if message.step is not None and message.step.step == "every-partition":
+            break
+    claim = h100.node.api.allocate("early", "gpu-0")
+    prepared = threading.Event()
+
+    def prepare(_stop: threading.Event) -> None:
+        h100.node.preparer.prepare(claim)
+        prepared.set()
+
+    with in_thread(prepare):
+        eventually(h100.node.locks.waits, "the claim waits")
+        assert "which is in use by the acceptance test of gpu-0" in h100.node.locks.waits()[0]
+        assert not prepared.is_set()
+        messages.close()
+        eventually(prepared.is_set, "the claim is prepared")
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+@pytest.mark.parametrize(
+    ("step", "moment"),
+    [
+        (step, moment)
+        for step in (
+            NodeStep.SET_MIG_MODE,
+            NodeStep.CREATE_GPU_INSTANCE,
+            NodeStep.CREATE_COMPUTE_INSTANCE,
+            NodeStep.DESTROY_COMPUTE_INSTANCE,
+            NodeStep.DESTROY_GPU_INSTANCE,
+            NodeStep.RESTORE_TIME_SLICE,
+            NodeStep.REMOVE_RECORD,
+        )
+        for moment in ("before", "after")
+    ],
+)
+def test_a_plugin_that_is_killed_at_any_step_leaves_nothing_behind(tmp_path: Path, step: str, moment: str) -> None:
+    armed = True
+
+    def kill(at: NodeStep, when: str) -> None:
+        if armed and (at, when) == (step, moment):
+            raise Killed
+
+    node = AcceptanceNode(tmp_path, observer=kill)
+    with pytest.raises(Killed):
+        node.steps("gpu-0")
+    armed = False
+    again = node.health.restart()
+    assert again.node.nothing_left()
+    assert again.unhealthy() == set()
+    assert again.node.simulated.gpu_state(0).time_slice == 0
+
+
+def test_the_description_at_the_end_has_the_measured_memory_of_partitions(tmp_path: Path) -> None:
+    node = AcceptanceNode(tmp_path, "dgx-a100-40gb")
+    gpu = node.node.node.inventory.gpus[0]
+    with pytest.raises(Exception, match="reset"):
+        node.node.host.set_mig_mode(gpu, enabled=True)
+    node.node.simulated.reset_gpu(0)
+    *_, last = node.messages("gpu-0")
+    assert last.node is not None
+    description = parse_description(last.node, "the capture")
+    profile = next(profile for profile in description.gpu_product.profiles if profile.name == "3g.20gb")
+    assert {start: profile.memory_at(start) for start in profile.starts} == {0: 20096, 4: 20224}
