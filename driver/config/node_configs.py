@@ -94,11 +94,7 @@ NO_CONFIG = NodeConfig()
 
 def read_configs(text: str) -> tuple[NodeConfig, ...]:
     """Read the JSON list of a ConfigMap; empty text: none. Raises UsageError with path and value of every fault."""
-    try:
-        content = msgspec.json.decode(text) if text.strip() else []
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise UsageError(f"{NODE_CONFIGS}, {CONFIGS_KEY}: {error}") from error
-    faults = list(_faults_of_configs(content))
+    content, faults = config_faults(text)
     if faults:
         raise UsageError(f"{NODE_CONFIGS}: {'; '.join(map(str, faults))}")
     return tuple(
@@ -109,6 +105,15 @@ def read_configs(text: str) -> tuple[NodeConfig, ...]:
         )
         for config in content
     )
+
+
+def config_faults(text: str) -> tuple[Any, Sequence[Fault]]:
+    """The decoded list of a ConfigMap, and all its faults; None if it can't be decoded."""
+    try:
+        content = msgspec.json.decode(text) if text.strip() else []
+    except (msgspec.MsgspecError, RecursionError) as error:
+        return None, [Fault(CONFIGS_KEY, "", str(error))]
+    return content, list(_faults_of_configs(content))
 
 
 def chosen_config(configs: Sequence[NodeConfig], labels: Mapping[str, str]) -> NodeConfig:

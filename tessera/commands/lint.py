@@ -5,17 +5,20 @@ The CEL engine is loaded only when the command runs, because ``tessera --help`` 
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import click
 
 from deviceclasses.chart_classes import chart_classes
-from deviceclasses.lint.documents import Document, kind_of, kind_or_type, nothing_to_check, read_documents
-from deviceclasses.lint.findings import Finding
+from deviceclasses.lint.documents import Document, kind_of, kind_or_type, nothing_to_check, read_documents, text
+from deviceclasses.lint.findings import Finding, Issue
 from driver.config.flag_values import DEFAULT_DRIVER
+from driver.config.node_configs import CONFIGS_KEY, NODE_CONFIGS, config_faults
 from tessera.tables_and_drawings import columns, counted, printable, show, with_output
 
 
@@ -27,6 +30,7 @@ from tessera.tables_and_drawings import columns, counted, printable, show, with_
 def lint(paths: Sequence[str], driver_name: str, kueue: bool, output: str) -> None:
     """Check DeviceClasses, ResourceClaims, ResourceClaimTemplates, and pods that use them, in YAML or JSON files.
 
+    Settings by node are checked, too: nodeConfigs in chart values, or the ConfigMap tessera-node-configs.
     FILE may be a folder (all .yaml, .yml and .json files below it) or - for standard input. Pods are checked in objects
     of any kind with pod templates. Exit code 0: nothing found; 1: findings, warnings among them; 2: usage. With --kueue
     the files may hold Kueue's Configuration, ClusterQueues, LocalQueues and jobs of any kind; give them together,
@@ -39,6 +43,7 @@ def lint(paths: Sequence[str], driver_name: str, kueue: bool, output: str) -> No
       tessera lint --kueue kueue-config.yaml queues.yaml job.yaml
       helm template --kube-version 1.37 deploy/tessera | tessera lint -
     """
+    from deviceclasses.lint.claim_fields import findings_in
     from deviceclasses.lint.class_and_claim_rules import lint as check
     from deviceclasses.lint.pod_rules import lint_pods, makes_pods
 
@@ -47,8 +52,10 @@ def lint(paths: Sequence[str], driver_name: str, kueue: bool, output: str) -> No
     unreadable = [part for part in read if not isinstance(part, Document)]
     classes = chart_classes(driver_name)
     findings = [*unreadable, *check(documents, classes, driver_name), *lint_pods(documents, classes)]
+    findings += findings_in(documents, node_config_issues)
     contents = [document.content for document in documents if document.content is not None]
     skipped = [content for content in contents if kind_of(content) is None and not makes_pods(content)]
+    skipped = [content for content in skipped if node_configs(content) is None]
     if kueue:
         from deviceclasses.lint.kueue_rules import is_checked, lint_kueue
 
@@ -58,6 +65,25 @@ def lint(paths: Sequence[str], driver_name: str, kueue: bool, output: str) -> No
         findings.append(nothing_to_check(paths, documents))
     show(output, [asdict(finding) for finding in findings], as_text(findings, len(contents) - len(skipped), skipped))
     sys.exit(1 if findings else 0)
+
+
+def node_configs(content: object) -> str | None:
+    """The configurations of nodes in chart values or in their ConfigMap, as JSON; None: it is something else."""
+    if not isinstance(content, Mapping):
+        return None
+    if "kind" not in content and "nodeConfigs" in content:
+        return json.dumps(content["nodeConfigs"] or [], default=str)
+    metadata, data = content.get("metadata"), content.get("data")
+    is_named = isinstance(metadata, Mapping) and metadata.get("name") == NODE_CONFIGS
+    if text(content, "kind") == "ConfigMap" and is_named and isinstance(data, Mapping):
+        return text(data, CONFIGS_KEY)
+    return None
+
+
+def node_config_issues(content: Mapping[str, Any]) -> Iterator[Issue]:
+    configs = node_configs(content)
+    _, faults = config_faults(configs or "")
+    yield from (Issue(fault.path, fault.found, fault.message) for fault in faults)
 
 
 def as_text(findings: Sequence[Finding], objects: int, skipped: Sequence[object] = ()) -> str:

@@ -325,6 +325,39 @@ def test_clean_is_exit_code_0_and_findings_are_1(tmp_path: Path) -> None:
     assert "2 objects checked, 1 finding\n" in answer.output
 
 
+WRONG_CONFIGS = [{"name": "l4", "nodeSelector": {"gpu": "l4"}, "settings": {"sharez": "4"}}, {"name": "l4"}]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param({"nodeConfigs": WRONG_CONFIGS, "gpus": "nvml"}, id="chart values"),
+        pytest.param(
+            {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "metadata": {"name": "tessera-node-configs", "namespace": "tessera"},
+                "data": {"configs.json": json.dumps(WRONG_CONFIGS)},
+            },
+            id="the ConfigMap",
+        ),
+    ],
+)
+def test_settings_by_node_are_checked_like_the_node_plugin_reads_them(content: object) -> None:
+    answer = run("-", "-o", "json", given=yaml.safe_dump(content))
+    assert answer.exit_code == 1
+    found = {finding["path"]: finding["message"] for finding in json.loads(answer.output)}
+    assert found.keys() == {"nodeConfigs[0].settings.sharez", "nodeConfigs[1].name"}
+    assert "did you mean shares?" in found["nodeConfigs[0].settings.sharez"]
+    assert "another configuration has that name" in found["nodeConfigs[1].name"]
+
+
+@pytest.mark.parametrize("content", [{"nodeConfigs": None}, {"nodeConfigs": []}, {"nodeConfigs": [{"name": "a"}]}])
+def test_right_settings_by_node_are_nothing_to_report(content: object) -> None:
+    answer = run("-", given=yaml.safe_dump(content))
+    assert (answer.exit_code, answer.output) == (0, "1 object checked, nothing found\n")
+
+
 def test_json_is_a_list_of_findings() -> None:
     text = yaml.safe_dump_all([{"kind": "Pod"}, claim(request(device_class="gpu-trainin"))])
     [finding] = json.loads(run("-", "-o", "json", given=text).output)
