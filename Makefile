@@ -25,7 +25,7 @@ ON_CLUSTERS = $(RUN)/pytest -n 3 --dist loadscope --no-loadscope-reorder
 WITHOUT_CLUSTER = TESSERA_EXAMPLES=fast PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(RUN)/pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-54 demo-curation demo-usage demo-helm image test test-all test-fast test-core test-unit test-cluster test-smoke test-versions lint format size bench trace-prepare trace-decision bench-placement bench-refresh bench-fleet bench-trace bench-scale bench-versions integration fuzz soak \
+.PHONY: help demo demo-54 demo-curation demo-usage demo-helm image release test test-all test-fast test-core test-unit test-cluster test-smoke test-versions lint format size bench trace-prepare trace-decision bench-placement bench-refresh bench-fleet bench-trace bench-scale bench-versions integration fuzz soak \
 	conformance conformance-allocator conformance-reasons conformance-upstream manifests cluster-up cluster-down binaries env lock protocol clean
 
 help: ## show this list
@@ -51,6 +51,11 @@ demo-helm: env ## run the chart and the image in pods on a real two-node cluster
 image: ## build the container image as an OCI archive in the cache, without a Docker engine (root, Debian 12)
 	@$(MAKE) -s env >&2
 	@$(RUN)/python -m tests.image --cache $(CACHE)
+
+release: ## build a release in dist: wheel, images for amd64 and arm64, chart, SBOMs, checksums (REPOSITORY=registry/name; 1 minute, root, Debian 12)
+	@$(MAKE) -s env >&2
+	@rm -rf dist
+	@$(RUN)/python -m tests.release --cache $(CACHE) $(if $(REPOSITORY),--repository $(REPOSITORY))
 
 test: lint test-fast test-core test-smoke ## run lint, the quick tests and the core of the cluster tests (15 minutes on 2 cores with a warm cache, root)
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import stat
 import subprocess
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.image import recipe, sbom
+from tests.image.architecture import AMD64, ARM64, Architecture, native
 from tests.image.build import Built, ensure_image
+from tests.image.debian import Apt, unpack
 from tests.image.tree import listing
 from tests.image.wheels import CHROOT
 from tests.support.in_pods import CACHE, IMAGE
@@ -33,9 +36,33 @@ from kubernetes.config import load_kube_config
 """
 
 
+Run = Callable[..., subprocess.CompletedProcess[str]]
+MACHINES = [
+    pytest.param(machine, marks=[pytest.mark.slow] if machine != native() else []) for machine in (AMD64, ARM64)
+]
+"""The programs of an image for another machine are emulated, which takes ten times as long."""
+
+
+@pytest.fixture(scope="module", params=MACHINES, ids=lambda machine: machine.name)
+def architecture(request: pytest.FixtureRequest) -> Architecture:
+    machine: Architecture = request.param
+    return machine
+
+
 @pytest.fixture(scope="module")
-def built() -> Built:
-    return ensure_image(CACHE, [IMAGE])
+def built(architecture: Architecture) -> Built:
+    return ensure_image(CACHE, [IMAGE], architecture=architecture)
+
+
+@pytest.fixture(scope="module")
+def emulator(architecture: Architecture, tmp_path_factory: pytest.TempPathFactory) -> Path | None:
+    """A program that runs those of ``architecture``, if this machine can not."""
+    if architecture == native():
+        return None
+    debs, folder = CACHE / "emulator", tmp_path_factory.mktemp("emulator")
+    [package] = Apt(debs, native()).ready(["qemu-user-static"])
+    unpack(debs / package.file, folder)
+    return folder / f"usr/bin/qemu-{architecture.machine}-static"
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +103,30 @@ def layers(archive: Path) -> Iterator[tarfile.TarFile]:
                 yield found
 
 
-def run(root: Path, *command: str, user: str = "65532:65532") -> subprocess.CompletedProcess[str]:
-    """The command in the image's file system, alone."""
-    whole = [CHROOT, f"--userspec={user}", str(root), *command]
-    return subprocess.run(whole, env={"PATH": "/usr/bin"}, capture_output=True, text=True, timeout=120, check=False)
+@pytest.fixture
+def run(root: Path, emulator: Path | None) -> Run:
+    """A command in the image's file system, alone; an emulator is there only while it runs."""
+    guest = root / "emulator"
+
+    def run_alone(*command: str, user: str = "65532:65532") -> subprocess.CompletedProcess[str]:
+        whole = [CHROOT, f"--userspec={user}", str(root), *command]
+        if emulator:
+            shutil.copy(emulator, guest)
+            whole[3:3] = ["/emulator", *interpreter(root / command[0].removeprefix("/"))]
+        try:
+            return subprocess.run(
+                whole, env={"PATH": "/usr/bin"}, capture_output=True, text=True, timeout=120, check=False
+            )
+        finally:
+            guest.unlink(missing_ok=True)
+
+    return run_alone
+
+
+def interpreter(program: Path) -> list[str]:
+    """What Linux starts for a script, and an emulator does not."""
+    first, _, _ = program.read_bytes().partition(b"\n")
+    return first.removeprefix(b"#!").decode().split() if first.startswith(b"#!") else []
 
 
 def test_nothing_in_it_gives_rights_to_whoever_runs_or_writes_it(members: list[tarfile.TarInfo]) -> None:
@@ -96,16 +143,16 @@ def test_its_programs_are_python_and_tessera(members: list[tarfile.TarInfo]) -> 
     assert programs == {"usr/bin/python3.11", "usr/bin/tessera"}
 
 
-def test_it_has_no_installer_and_no_compiler_in_python_either(root: Path) -> None:
+def test_it_has_no_installer_and_no_compiler_in_python_either(run: Run) -> None:
     for module in ("pip", "setuptools", "ensurepip", "uv"):
-        assert "No module named" in run(root, "/usr/bin/python3.11", "-m", module).stderr
+        assert "No module named" in run("/usr/bin/python3.11", "-m", module).stderr
 
 
-def test_every_library_finds_those_it_needs(root: Path) -> None:
+def test_every_library_finds_those_it_needs(root: Path, run: Run) -> None:
     [loader] = {f"/{path.relative_to(root)}" for path in root.glob("usr/lib*/ld-linux-*")}
     found = [path for path in root.rglob("*.so*") if path.is_file() and not path.is_symlink()]
     assert len(found) > 50
-    answers = {path: run(root, loader, "--list", f"/{path.relative_to(root)}") for path in found}
+    answers = {path: run(loader, "--list", f"/{path.relative_to(root)}") for path in found}
     assert not [
         f"{path}: {done.stdout}{done.stderr}"
         for path, done in answers.items()
@@ -113,15 +160,15 @@ def test_every_library_finds_those_it_needs(root: Path) -> None:
     ]
 
 
-def test_all_of_tessera_can_be_imported_and_nothing_is_compiled_then(root: Path) -> None:
+def test_all_of_tessera_can_be_imported_and_nothing_is_compiled_then(root: Path, run: Run) -> None:
     before = listing(root)
-    done = run(root, "/usr/bin/python3.11", "-c", IMPORT_ALL, user="0:0")
+    done = run("/usr/bin/python3.11", "-c", IMPORT_ALL, user="0:0")
     assert done.returncode == 0, done.stderr
     assert listing(root) == before
 
 
-def test_whoever_runs_it_gets_the_command(root: Path) -> None:
-    done = run(root, "/usr/bin/tessera", "--help")
+def test_whoever_runs_it_gets_the_command(run: Run) -> None:
+    done = run("/usr/bin/tessera", "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert "controller" in done.stdout
 
@@ -142,8 +189,23 @@ def test_the_list_of_files_is_what_is_in_it(built: Built, root: Path) -> None:
     assert built.files.read_text().splitlines() == [str(entry) for entry in listing(root)]
 
 
-def test_a_second_build_without_a_change_builds_nothing(built: Built) -> None:
-    assert ensure_image(CACHE, [IMAGE], refused) == built
+def test_bytecode_does_not_depend_on_the_machine_that_compiled_it() -> None:
+    compiled = [bytecode(ensure_image(CACHE, [IMAGE], architecture=machine).files) for machine in (AMD64, ARM64)]
+    in_both = compiled[0].keys() & compiled[1].keys()
+    assert len(in_both) > 2000
+    assert [name for name in in_both if compiled[0][name] != compiled[1][name]] == []
+    only_one = {Path(name).name.partition(".")[0] for name in compiled[0].keys() ^ compiled[1].keys()}
+    assert all(name.startswith("_sysconfigdata_") for name in only_one), only_one
+
+
+def bytecode(files: Path) -> dict[str, str]:
+    """The hash of each compiled module, by its path."""
+    lines = (line.split() for line in files.read_text().splitlines() if line.endswith(".pyc"))
+    return {path: content for _, _, content, path in lines}
+
+
+def test_a_second_build_without_a_change_builds_nothing(built: Built, architecture: Architecture) -> None:
+    assert ensure_image(CACHE, [IMAGE], refused, architecture) == built
 
 
 @contextmanager
@@ -153,8 +215,8 @@ def refused(step: str) -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_two_builds_of_the_same_are_the_same(built: Built, tmp_path: Path) -> None:
-    again = ensure_image(tmp_path, [IMAGE])
+def test_two_builds_of_the_same_are_the_same(built: Built, architecture: Architecture, tmp_path: Path) -> None:
+    again = ensure_image(tmp_path, [IMAGE], architecture=architecture)
     assert again.files.read_text() == built.files.read_text()
     assert again.digest == built.digest
     assert os.path.samestat(tmp_path.stat(), again.folder.parents[1].stat())

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 from tests.image import oci
+from tests.image.architecture import native
 
 BUSYBOX = Path("/bin/busybox")
 BUSYBOX_IMAGE = "docker.io/tessera/busybox:local"
@@ -21,8 +22,7 @@ def busybox_archive(busybox: Path = BUSYBOX) -> bytes:
     the container's ``lifecycle.stopSignal``.
     """
     config = {"Env": ["PATH=/bin"], "Cmd": SLEEP_FOREVER, "StopSignal": "SIGKILL"}
-    content, _ = oci.archive([oci.Layer.plain(_layer(busybox))], config, [BUSYBOX_IMAGE])
-    return content
+    return oci.Image.of([oci.Layer.plain(_layer(busybox))], config, native()).archive([BUSYBOX_IMAGE])
 
 
 def _layer(busybox: Path) -> bytes:

@@ -12,13 +12,17 @@ from pathlib import Path
 import click
 
 from driver.errors import FatalError, TesseraError
+from tests.image.architecture import ARCHITECTURES
 from tests.image.build import REPOSITORY, ensure_image, summary
+
+MACHINES = {machine.name: machine for machine in ARCHITECTURES}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.option("--cache", type=click.Path(path_type=Path), default=Path.home() / ".cache" / "tessera", show_default=True)
 @click.option("--name", help=f"The image's name.  [default: {REPOSITORY}:VERSION]")
-def main(cache: Path, name: str | None) -> None:
+@click.option("--architecture", type=click.Choice(list(MACHINES)), help="[default: that of this machine]")
+def main(cache: Path, name: str | None, architecture: str | None) -> None:
     """Build the container image as an OCI archive, without a Docker engine, on Debian 12 as root.
 
     From Debian's packages, as apt knows them now, and from the wheels pinned in deploy/image/requirements.lock.
@@ -29,10 +33,11 @@ def main(cache: Path, name: str | None) -> None:
     Examples:
       make image
       ctr -n k8s.io images import "$(make -s image)"
-      python -m tests.image --name registry.example/gpu/tessera:1
+      python -m tests.image --name registry.example/gpu/tessera:1 --architecture arm64
     """
     try:
-        built = ensure_image(cache, [name or f"{REPOSITORY}:{version('tessera-dra')}"], _step)
+        names = [name or f"{REPOSITORY}:{version('tessera-dra')}"]
+        built = ensure_image(cache, names, step, MACHINES[architecture] if architecture else None)
     except TesseraError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code if isinstance(error, FatalError) else 1)
@@ -41,7 +46,8 @@ def main(cache: Path, name: str | None) -> None:
 
 
 @contextmanager
-def _step(what: str) -> Iterator[None]:
+def step(what: str) -> Iterator[None]:
+    """Print on standard error what is done, and how long it took."""
     click.echo(f"{what} ...", err=True, nl=False)
     began = time.monotonic()
     yield

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from driver.errors import EnvironmentFault
+from tests.image.architecture import Architecture, native
 
 MERGED = ("bin", "lib", "lib64", "sbin")
 """Debian 12 keeps these below /usr and links to them from /; its packages still name the old places."""
@@ -37,50 +38,79 @@ class Package:
     sha256: str
 
 
-def offered(names: Sequence[str]) -> list[Archive]:
-    """What apt would fetch for ``names`` now; raises EnvironmentFault where it does not know them."""
-    command = [APT_GET, "download", "--print-uris", *names]
-    if not Path(APT_GET).exists():
-        raise EnvironmentFault(f"{APT_GET}: not there; build on Debian 12, or with deploy/image/Dockerfile")
-    answer = _run(command, check=False)
-    if answer.returncode != 0:
-        _run([APT_GET, "update"])
-        answer = _run(command, check=False)
-    if answer.returncode != 0:
-        raise EnvironmentFault(
-            f"apt-get has not the packages of deploy/image/packages.txt: {answer.stderr.strip()}; "
-            "build on Debian 12, or with deploy/image/Dockerfile"
-        )
-    columns = [line.split() for line in answer.stdout.splitlines() if line.startswith("'")]
-    return sorted(
-        (Archive(file, sha.removeprefix("SHA256:")) for _, file, _, sha in columns), key=lambda each: each.file
-    )
+class Apt:
+    """apt-get for the packages of one architecture, whose files it keeps in ``folder``.
 
-
-def ready(names: Sequence[str], folder: Path) -> list[Archive]:
-    """What apt offers of ``names``, the files in ``folder``. Raises EnvironmentFault.
-
-    Lists that are older than the mirror name what it no longer has: they are renewed once.
+    The lists are those of this machine, or in ``folder``, too, for another architecture.
     """
-    archives = offered(names)
-    try:
-        fetch(archives, folder)
-    except EnvironmentFault:
-        _run([APT_GET, "update"])
-        archives = offered(names)
-        fetch(archives, folder)
-    return archives
 
+    def __init__(self, folder: Path, architecture: Architecture) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        # apt would fetch as another user, who can't write into the cache.
+        self._options = ["-o", "APT::Sandbox::User=root"]
+        if architecture != native():
+            lists = folder / f"lists-{architecture.name}"
+            (lists / "partial").mkdir(parents=True, exist_ok=True)
+            settings = {
+                "APT::Architecture": architecture.name,
+                "APT::Architectures": architecture.name,
+                "Dir::State::lists": str(lists),
+                "Dir::State::status": "/dev/null",
+                "Dir::Cache::pkgcache": "",
+                "Dir::Cache::srcpkgcache": "",
+            }
+            self._options += [part for name, value in settings.items() for part in ("-o", f"{name}={value}")]
 
-def fetch(archives: Iterable[Archive], folder: Path) -> None:
-    """Make the files of ``archives`` be in ``folder``; raises EnvironmentFault."""
-    folder.mkdir(parents=True, exist_ok=True)
-    missing = [each for each in archives if not _intact(folder / each.file, each.sha256)]
-    if missing:
-        _run([APT_GET, "download", *map(_wanted, missing)], folder)
-    for archive in missing:
-        if not _intact(folder / archive.file, archive.sha256):
-            raise EnvironmentFault(f"{folder / archive.file}: is not the file that apt-get named; run apt-get update")
+    def ready(self, names: Sequence[str]) -> list[Archive]:
+        """What apt offers of ``names``, the files in the folder. Raises EnvironmentFault.
+
+        Lists that are older than the mirror name what it no longer has: they are renewed once.
+        """
+        archives = self.offered(names)
+        try:
+            self._fetch(archives)
+        except EnvironmentFault:
+            self.renew()
+            archives = self.offered(names)
+            self._fetch(archives)
+        return archives
+
+    def offered(self, names: Sequence[str]) -> list[Archive]:
+        """What apt would fetch for ``names`` now; raises EnvironmentFault where it does not know them."""
+        if not Path(APT_GET).exists():
+            raise EnvironmentFault(f"{APT_GET}: not there; build on Debian 12, or with deploy/image/Dockerfile")
+        answer = self._run("download", "--print-uris", *names, check=False)
+        if answer.returncode != 0:
+            self.renew()
+            answer = self._run("download", "--print-uris", *names, check=False)
+        if answer.returncode != 0:
+            raise EnvironmentFault(
+                f"apt-get has not the packages of deploy/image/packages.txt: {answer.stderr.strip()}; "
+                "build on Debian 12, or with deploy/image/Dockerfile"
+            )
+        columns = [line.split() for line in answer.stdout.splitlines() if line.startswith("'")]
+        return sorted(
+            (Archive(file, sha.removeprefix("SHA256:")) for _, file, _, sha in columns),
+            key=lambda archive: archive.file,
+        )
+
+    def renew(self) -> None:
+        """Renew the lists of packages; raises EnvironmentFault."""
+        self._run("update")
+
+    def _fetch(self, archives: Iterable[Archive]) -> None:
+        missing = [archive for archive in archives if not _intact(self._folder / archive.file, archive.sha256)]
+        if missing:
+            self._run("download", *map(_wanted, missing), folder=self._folder)
+        for archive in missing:
+            file = self._folder / archive.file
+            if not _intact(file, archive.sha256):
+                raise EnvironmentFault(f"{file}: is not the file that apt-get named; run apt-get update")
+
+    def _run(self, *arguments: str, folder: Path | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
+        # Not in the folder unless it is to get files: apt-get says nothing of those that it has.
+        return _run([APT_GET, *self._options, *arguments], folder, check)
 
 
 def unpack(file: Path, root: Path) -> Package:
@@ -139,13 +169,10 @@ def _sha256(file: Path) -> str:
 
 
 def _run(command: list[str], folder: Path | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
-    # apt would fetch as another user, who can't write into the cache.
-    options = ["-o", "APT::Sandbox::User=root"] if command[0] == APT_GET else []
     environment = {**os.environ, "LC_ALL": "C"}
     done = subprocess.run(
-        [command[0], *options, *command[1:]], cwd=folder, env=environment, capture_output=True, text=True,
-        timeout=COMMAND_S, check=False,
-    )  # fmt: skip
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=COMMAND_S, check=False
+    )
     if check and done.returncode != 0:
         raise EnvironmentFault(f"{' '.join(command)}: exit status {done.returncode}: {done.stderr.strip()}")
     return done

@@ -9,19 +9,18 @@ import gzip
 import hashlib
 import io
 import json
-import platform
 import tarfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.image.architecture import Architecture
 from tests.image.tree import walk
 
-ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
-"""What Linux and what Go call the same machine."""
 CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
+INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
 LAYER_TYPE = "application/vnd.oci.image.layer.v1.tar"
 GZIP_LEVEL = 6
 
@@ -43,32 +42,67 @@ class Layer:
         return cls(gzip.compress(tar, GZIP_LEVEL, mtime=0), digest(tar), f"{LAYER_TYPE}+gzip")
 
 
-def archive(layers: Sequence[Layer], config: Mapping[str, Any], names: Iterable[str]) -> tuple[bytes, str]:
-    """An archive of one image under ``names``, as containerd imports it, and the digest of its manifest.
+@dataclass(frozen=True)
+class Image:
+    """An image of one architecture, or an index of several.
 
-    ``config`` is what the specification calls so: Entrypoint, Env, User and the like.
+    descriptor   of its manifest or index: media type, digest, size, platform
+    blobs        its content by digest
     """
-    image = to_json(
-        {
-            "architecture": ARCHITECTURES.get(platform.machine(), platform.machine()),
-            "os": "linux",
-            "config": dict(config),
-            "rootfs": {"type": "layers", "diff_ids": [layer.diff_id for layer in layers]},
-        }
-    )
-    manifest = to_json(
-        {
-            "schemaVersion": 2,
-            "mediaType": MANIFEST_TYPE,
-            "config": _descriptor(CONFIG_TYPE, image),
-            "layers": [_descriptor(layer.media_type, layer.blob) for layer in layers],
-        }
-    )
-    entries = [{**_descriptor(MANIFEST_TYPE, manifest), "annotations": _named(name)} for name in names]
-    files = {f"blobs/sha256/{digest(blob)[7:]}": blob for blob in (*(layer.blob for layer in layers), image, manifest)}
-    files["index.json"] = to_json({"schemaVersion": 2, "manifests": entries})
-    files["oci-layout"] = to_json({"imageLayoutVersion": "1.0.0"})
-    return tar({name: (content, 0o644) for name, content in files.items()}), digest(manifest)
+
+    descriptor: Mapping[str, Any]
+    blobs: Mapping[str, bytes]
+
+    @classmethod
+    def of(cls, layers: Sequence[Layer], config: Mapping[str, Any], architecture: Architecture) -> Image:
+        """An image of these layers; ``config`` is what the specification calls so: Entrypoint, Env and the like."""
+        platform = {"architecture": architecture.name, "os": "linux"}
+        diff_ids = [layer.diff_id for layer in layers]
+        image = to_json({**platform, "config": dict(config), "rootfs": {"type": "layers", "diff_ids": diff_ids}})
+        manifest = to_json(
+            {
+                "schemaVersion": 2,
+                "mediaType": MANIFEST_TYPE,
+                "config": _descriptor(CONFIG_TYPE, image),
+                "layers": [_descriptor(layer.media_type, layer.blob) for layer in layers],
+            }
+        )
+        blobs = (*(layer.blob for layer in layers), image, manifest)
+        return cls(
+            {**_descriptor(MANIFEST_TYPE, manifest), "platform": platform}, {digest(blob): blob for blob in blobs}
+        )
+
+    @classmethod
+    def index(cls, images: Sequence[Image]) -> Image:
+        """An index of images of different architectures."""
+        manifests = [image.descriptor for image in images]
+        content = to_json({"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": manifests})
+        blobs = {name: blob for image in images for name, blob in image.blobs.items()}
+        return cls(_descriptor(INDEX_TYPE, content), {**blobs, digest(content): content})
+
+    @classmethod
+    def read(cls, archive: bytes) -> Image:
+        """The image in an archive without names, as ``archive`` makes it."""
+        with tarfile.open(fileobj=io.BytesIO(archive)) as members:
+            files = {member.name: content.read() for member in members if (content := members.extractfile(member))}
+        [descriptor] = json.loads(files.pop("index.json"))["manifests"]
+        return cls(descriptor, {digest(blob): blob for name, blob in files.items() if name.startswith("blobs/")})
+
+    @property
+    def digest(self) -> str:
+        return str(self.descriptor["digest"])
+
+    def only(self, image: Image) -> Image:
+        """This index with the content of one of its images: what containerd has after it pulled that image."""
+        return Image(self.descriptor, {**image.blobs, self.digest: self.blobs[self.digest]})
+
+    def archive(self, names: Iterable[str]) -> bytes:
+        """An archive of this image under ``names``, as containerd imports it."""
+        entries = [{**self.descriptor, "annotations": _named(name)} for name in names] or [dict(self.descriptor)]
+        files = {f"blobs/sha256/{name.removeprefix('sha256:')}": blob for name, blob in self.blobs.items()}
+        files["index.json"] = to_json({"schemaVersion": 2, "manifests": entries})
+        files["oci-layout"] = to_json({"imageLayoutVersion": "1.0.0"})
+        return tar({name: (content, 0o644) for name, content in files.items()})
 
 
 def tar(

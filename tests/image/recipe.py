@@ -1,6 +1,7 @@
 """How the image's files come about: the one recipe, run by the Dockerfile's first stage and by ``make image``.
 
-``python3 -m tests.image.recipe FOLDER`` writes into FOLDER one folder for each layer, and beside them what they hold.
+``python3 -m tests.image.recipe FOLDER`` writes into FOLDER one folder for each layer, and beside them what they hold,
+for the architecture of this machine.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.image import debian, sbom, tree, wheels
+from tests.image.architecture import Architecture, Verified, native, verify
 
 PROJECT = Path(__file__).parents[2]
 LISTS = PROJECT / "deploy" / "image"
@@ -41,24 +43,27 @@ def silent(_: str) -> Iterator[None]:
     yield
 
 
-def assemble(folder: Path, debs: Path, step: Step = silent) -> None:
+def assemble(folder: Path, debs: Path, architecture: Architecture, step: Step = silent) -> Verified:
     """Make the layers in ``folder``, which must be empty; ``debs`` keeps Debian's archives for the next time.
 
-    Needs root, for the image's own Python compiles everything in a chroot. Raises EnvironmentFault with what is
-    missing. ``step`` surrounds each part of the work.
+    The project's wheel stays in ``folder``. Needs root, for an image's Python compiles everything in a chroot: its own,
+    or for another architecture that of an image for this machine. Raises EnvironmentFault with what is missing or for
+    another architecture. ``step`` surrounds each part of the work.
     """
     root = folder / "root"
     with step("Debian packages"):
-        unpacked = _debian_part(root, debs)
+        unpacked = _debian_part(root, debs, architecture)
     with step("Python packages"):
-        wheels.install_dependencies(root, LOCK)
-    with step("Tessera's wheel"), tempfile.TemporaryDirectory() as work:
-        wheels.install_project(root, PROJECT, BUILD_LOCK, Path(work))
+        wheels.install_dependencies(root, LOCK, architecture)
+    with step("Tessera's wheel"):
+        wheels.build_project(PROJECT, BUILD_LOCK, folder)
+        wheels.install_project(root, folder, architecture)
         tree.prune(root, tree.Pruning(PRUNED.read_text()))
         wheels.settle_records(root)
     with step("bytecode"):
-        wheels.compile_all(root)
+        _compile(root, debs, architecture)
     with step("list of contents"):
+        verified = verify(root, architecture)
         _describe(root, folder, unpacked)
         _furnish(root)
         tree.settle(root)
@@ -68,6 +73,7 @@ def assemble(folder: Path, debs: Path, step: Step = silent) -> None:
         shutil.rmtree(root)
         for layer in LAYERS:
             tree.settle(folder / layer)
+    return verified
 
 
 def layer_of(path: str) -> str:
@@ -82,8 +88,20 @@ OWN = ("controller", "deviceclasses", "driver", "kubelet_plugin", "tessera")
 """What the names of the project's packages and of its metadata start with."""
 
 
-def _debian_part(root: Path, debs: Path) -> list[debian.Package]:
-    files = [debs / archive.file for archive in debian.ready(packages(), debs)]
+def _compile(root: Path, debs: Path, architecture: Architecture) -> None:
+    if architecture == native():
+        wheels.compile_all(root)
+        return
+    with tempfile.TemporaryDirectory(dir=root.parent) as folder:
+        native_root = Path(folder) / "root"
+        _debian_part(native_root, debs, native())
+        tree.prune(native_root, tree.Pruning(PRUNED.read_text()))
+        wheels.compile_foreign(root, native_root)
+
+
+def _debian_part(root: Path, debs: Path, architecture: Architecture) -> list[debian.Package]:
+    archives = debian.Apt(debs, architecture).ready(packages())
+    files = [debs / archive.file for archive in archives]
     root.mkdir()
     debian.link_merged(root)
     return [debian.unpack(file, root) for file in files]
@@ -112,7 +130,7 @@ def main(folder: str) -> None:
     made = Path(folder)
     made.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as debs:
-        assemble(made, Path(debs))
+        assemble(made, Path(debs), native())
 
 
 if __name__ == "__main__":

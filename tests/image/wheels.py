@@ -13,12 +13,15 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 from driver.errors import EnvironmentFault
+from tests.image.architecture import Architecture
 
 PYTHON = "/usr/bin/python3.11"
 """In the image."""
 PYTHON_VERSION = "3.11"
 STDLIB = "usr/lib/python3.11"
 SITE = "usr/local/lib/python3.11/dist-packages"
+GLIBC = "manylinux_2_36"
+"""The newest wheels that the C library of Debian 12 can load."""
 COMMAND_S = 600.0
 CHROOT = "/usr/sbin/chroot"
 
@@ -42,42 +45,51 @@ class Distribution:
     licence: str | None
 
 
-def install_dependencies(root: Path, lock: Path) -> None:
+def install_dependencies(root: Path, lock: Path, architecture: Architecture) -> None:
     """Install what ``lock`` pins below ``root``; wheels only, so no compiler is needed."""
-    _install(root, "--require-hashes", "--requirement", str(lock))
+    _install(root, architecture, "--require-hashes", "--requirement", str(lock))
 
 
-def install_project(root: Path, project: Path, constraints: Path, work: Path) -> None:
-    """Build the project's wheel and install it and the command ``tessera``.
+def build_project(project: Path, constraints: Path, folder: Path) -> None:
+    """Build the project's wheel into ``folder``; ``constraints`` pins by hash what builds it."""
+    output = ("--wheel", "--out-dir", str(folder))
+    _uv("build", *output, "--build-constraints", str(constraints), "--require-hashes", str(project))
 
-    ``constraints`` pins by hash what builds it.
-    """
-    _uv(
-        "build",
-        "--wheel",
-        "--out-dir",
-        str(work),
-        "--build-constraints",
-        str(constraints),
-        "--require-hashes",
-        str(project),
-    )
-    _install(root, "--no-index", "--find-links", str(work), "tessera-dra")
+
+def install_project(root: Path, wheels: Path, architecture: Architecture) -> None:
+    """Install the project's wheel, which is in the folder ``wheels``, and the command ``tessera``."""
+    _install(root, architecture, "--no-index", "--find-links", str(wheels), "tessera-dra")
     launcher = root / "usr/bin/tessera"
     launcher.write_text(LAUNCHER)
     launcher.chmod(0o755)
 
 
 def compile_all(root: Path) -> None:
-    """Compile all that is Python below ``root`` with the image's own Python, in a chroot.
+    """Compile all that is Python below ``root`` with the Python of that image, in a chroot."""
+    _compile(root, f"/{STDLIB}", f"/{SITE}")
+
+
+def compile_foreign(root: Path, native_root: Path) -> None:
+    """Compile all that is Python below ``root``, whose Python can not run here, with the Python below ``native_root``.
+
+    Bytecode depends on the version of Python, not on the architecture.
+    """
+    guest = native_root / "image"
+    root.rename(guest)
+    _compile(native_root, "-s", "/image", "-p", "/", f"/image/{STDLIB}", f"/image/{SITE}")
+    guest.rename(root)
+
+
+def _compile(root: Path, *what: str) -> None:
+    """Run compileall in a chroot. Raises EnvironmentFault where something does not compile.
 
     The bytecode is never held against its source again (PEP 552, unchecked-hash): no time is in it, so two builds are
-    alike, and no process tries to write another. Raises EnvironmentFault where something does not compile.
+    alike, and no process tries to write another.
     """
     # A fixed seed: sets that are constants are written in their order.
     environment = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
     flags = ["-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash"]
-    command = [CHROOT, str(root), PYTHON, "-sP", *flags, f"/{STDLIB}", f"/{SITE}"]
+    command = [CHROOT, str(root), PYTHON, "-sP", *flags, *what]
     _run(command, environment)  # nothing of ours: PYTHONPYCACHEPREFIX would lead the bytecode elsewhere
 
 
@@ -107,11 +119,12 @@ def _one_line(licence: str | None) -> str | None:
     return lines[0] if len(lines) == 1 else None
 
 
-def _install(root: Path, *what: str) -> None:
+def _install(root: Path, architecture: Architecture, *what: str) -> None:
     site = root / SITE
     site.mkdir(parents=True, exist_ok=True)
     target = ("--python-version", PYTHON_VERSION, "--python", sys.executable, "--target", str(site))
-    _uv("pip", "install", "--no-deps", "--only-binary", ":all:", "--link-mode", "copy", *target, *what)
+    platform = ("--python-platform", f"{architecture.machine}-{GLIBC}")
+    _uv("pip", "install", "--no-deps", "--only-binary", ":all:", "--link-mode", "copy", *target, *platform, *what)
     # Commands of dependencies, for another Python at that; and what uv leaves for itself.
     shutil.rmtree(site / "bin", ignore_errors=True)
     (site / ".lock").unlink(missing_ok=True)

@@ -44,11 +44,23 @@ def values(gpus: str, parts: Mapping[str, Mapping[str, Any]] | None = None) -> d
 
 
 class Release:
-    """The chart, installed on a cluster whose nodes are in their usual places and have the image."""
+    """The chart, installed on a cluster whose nodes are in their usual places and have the image.
 
-    def __init__(self, cluster: Cluster, gpus: str, parts: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    It is the chart of this checkout with its image, or ``package``, a file or an address of a chart that names its own.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        gpus: str,
+        parts: Mapping[str, Mapping[str, Any]] | None = None,
+        package: str | None = None,
+    ) -> None:
         self.cluster = cluster
+        self._chart = package or str(CHART)
         self._values = values(gpus, parts)
+        if package:
+            del self._values["image"]
 
     def import_image(self, built: Built) -> None:
         """Make the image known to every node."""
@@ -60,9 +72,9 @@ class Release:
         values = (f" \\\n  --set-json '{key}={json.dumps(value)}'" for key, value in self._values.items())
         return f"helm install {RELEASE} deploy/{CHART.name} -n {HERE} --create-namespace{''.join(values)}"
 
-    def install(self) -> None:
+    def install(self, **options: object) -> None:
         """``helm install``, and wait until its pods run and have published the GPUs."""
-        helm(self.cluster, HERE, "install", str(CHART), RELEASE, self._values, create_namespace=True)
+        helm(self.cluster, HERE, "install", self._chart, RELEASE, self._values, create_namespace=True, **options)
         wait_for(self._all_ready, READY_S, "all of Tessera's pods ready")
         for node in self.cluster.nodes:
             wait_for(lambda name=node.name: self.slices(name), READY_S, f"slices of {node.name}")  # type: ignore[misc]

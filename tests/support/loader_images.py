@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tests.harness.packages import Package
 from tests.image import oci
+from tests.image.architecture import native
 
 MUSL = (Package("musl-tools", (Path("/usr/bin/musl-gcc"),)),)
 """Alpine's C library, with a compiler for it."""
@@ -103,8 +104,7 @@ def archive(make: Callable[[Path], None], name: str, root: Path, library_path: s
     make(root)
     environment = [f"LD_LIBRARY_PATH={library_path}"] if library_path else []
     config = {"Entrypoint": ["/usr/bin/find-cuda"], "Env": environment, "StopSignal": "SIGKILL"}
-    content, _ = oci.archive([oci.Layer.plain(oci.tar_of(root))], config, [name])
-    return content
+    return oci.Image.of([oci.Layer.plain(oci.tar_of(root))], config, native()).archive([name])
 
 
 def _compile(command: list[str], source: str, target: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.image import build, debian, oci, recipe
+from tests.image.architecture import ARM64, native
 from tests.image.tree import Pruning, divide, listing, prune, settle
 
 DOCKERFILE = (recipe.LISTS / "Dockerfile").read_text()
@@ -119,15 +120,16 @@ def test_each_file_and_each_empty_folder_is_in_one_layer(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("layer", [oci.Layer.plain, oci.Layer.compressed])
 def test_an_archive_names_its_image_and_every_blob_is_what_its_name_says(layer: type[oci.Layer]) -> None:
-    content, digest = oci.archive([layer(oci.tar({"a": (b"a", 0o644)}))], build.CONFIG, ["docker.io/library/x:1"])  # type: ignore[call-arg]
-    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+    image = oci.Image.of([layer(oci.tar({"a": (b"a", 0o644)}))], build.CONFIG, ARM64)  # type: ignore[call-arg]
+    with tarfile.open(fileobj=io.BytesIO(image.archive(["docker.io/library/x:1"]))) as archive:
         blobs = {member.name: archive.extractfile(member).read() for member in archive}  # type: ignore[union-attr]
     [entry] = json.loads(blobs["index.json"])["manifests"]
     assert entry["annotations"]["io.containerd.image.name"] == "docker.io/library/x:1"
-    assert entry["digest"] == digest
+    assert entry["digest"] == image.digest
     named = {f"sha256:{Path(name).name}": blob for name, blob in blobs.items() if name.startswith("blobs/")}
     assert all(oci.digest(blob) == name for name, blob in named.items())
-    assert json.loads(named[json.loads(named[digest])["config"]["digest"]])["config"] == build.CONFIG
+    config = json.loads(named[json.loads(named[image.digest])["config"]["digest"]])
+    assert (config["config"], config["architecture"]) == (build.CONFIG, "arm64")
 
 
 def write(root: Path, *names: str) -> None:
@@ -153,5 +155,5 @@ def test_lists_that_are_older_than_the_mirror_are_renewed(tmp_path: Path, monkey
     program.write_text(APT.format(lists=lists, sha=sha))
     program.chmod(0o755)
     monkeypatch.setattr(debian, "APT_GET", str(program))
-    assert debian.ready(["a"], tmp_path / "debs") == [debian.Archive("a_2_all.deb", sha)]
+    assert debian.Apt(tmp_path / "debs", native()).ready(["a"]) == [debian.Archive("a_2_all.deb", sha)]
     assert (tmp_path / "debs" / "a_2_all.deb").read_text() == "ok"
