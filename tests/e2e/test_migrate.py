@@ -50,7 +50,7 @@ def cluster() -> Iterator[Cluster]:
 def operated(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[OperatedNode]:
     """A node with the component of the GPU Operator that the test names."""
     app = request.param
-    node = OperatedNode(cluster, PluginProcess(cluster, cluster.nodes[0], PluginFlags(gpus="sim:h100-2")))
+    node = OperatedNode(cluster, PluginProcess(cluster, cluster.nodes[0], PluginFlags(gpus="sim:h100-pcie-4")))
     labels = {DEPLOY[app]: "true", "nvidia.com/gpu.deploy.mig-manager": "true", "nvidia.com/mig.config": "all-disabled"}
     node.label(**labels)
     cluster.apply([daemon_set(app)])
