@@ -30,14 +30,18 @@ from tessera.commands.maintenance.migration_plan import read_plan
 from tessera.progress import Progress
 from tessera.status import nodes
 from tessera.status.processes import OWN_LABEL
-from tessera.status.snapshot import NAMESPACE, Problem, SnapshotReader
+from tessera.status.snapshot import NAMESPACE, Listing, Problem, SnapshotReader
 from tessera.tables_and_drawings import counted, show, with_output
 
 POLL_INTERVAL_SECONDS = 2.0
 """Each look lists the pods of the node, and all claims."""
 
+QUIET_LOOKS = 2
+"""Looks in a row that must find nothing: the scheduler may just have chosen the node when it was cordoned."""
+
 CHECKS = (nodes.slices, nodes.health, nodes.other_drivers)
-"""The checks of `tessera status` that concern one node."""
+LISTS = (Listing.NODES, Listing.SLICES, Listing.PLANS, Listing.CLAIMS, Listing.PENDING)
+"""The checks of `tessera status` that concern one node, and the lists that they need."""
 
 NODE_PODS = "app.kubernetes.io/name=tessera,app.kubernetes.io/component=node"
 SHOWN = 5
@@ -113,18 +117,22 @@ def migrate(
 
 
 class MigrationWait:
-    """Waits for one condition after the other, until one deadline. ``step`` is what it waits for."""
+    """Waits for one condition after the other, until one deadline. ``step`` is the one, at first none."""
 
     def __init__(self, timeout_s: float) -> None:
-        self.progress, self.step = Progress(), "the API server"
+        self.progress, self.step = Progress(), ""
         self._timeout_s, self._until = timeout_s, time.monotonic() + timeout_s
         self._rest: Sequence[str] = ()
 
-    def until(self, step: str, rest: Callable[[], Sequence[str]]) -> None:
-        """Wait until ``rest`` returns nothing more to wait for. Raises FatalError at the deadline, and ApiError."""
-        self.step = step
+    def until(self, step: str, rest: Callable[[], Sequence[str]], looks: int = 1) -> None:
+        """Wait until ``rest`` has nothing more to wait for at so many ``looks`` in a row.
+
+        Raises FatalError at the deadline, and ApiError.
+        """
+        self.step, quiet = step, 0
 
         def is_done() -> bool:
+            nonlocal quiet
             try:
                 self._rest = rest()
             except ApiError as error:
@@ -134,7 +142,8 @@ class MigrationWait:
             if self._rest:
                 more = f" and {len(self._rest) - SHOWN} more" if len(self._rest) > SHOWN else ""
                 self.progress.show(f"waiting until {step}: {'; '.join(self._rest[:SHOWN])}{more}")
-            return not self._rest
+            quiet = 0 if self._rest else quiet + 1
+            return quiet >= looks
 
         if not wait_until(self._until - time.monotonic(), is_done, POLL_INTERVAL_SECONDS):
             raise FatalError(f"not within {self._timeout_s:g} s: {'; '.join(self._rest[:SHOWN])}")
@@ -144,9 +153,9 @@ class MigrationWait:
 def _move(node: MigratingNode, waiting: MigrationWait, missing: Callable[[], Sequence[str]]) -> None:
     state = node.begin(MigrationStep.MOVING)
     waiting.progress.log(f"node {node.name} is cordoned")
+    node.switch_off(MONITORS)
+    waiting.until("pods and claims of the other driver have ended", lambda: _held_by_others(node), QUIET_LOOKS)
     if node.labels().get(OWN_LABEL) != HERE:
-        node.switch_off(MONITORS)
-        waiting.until("pods and claims of the other driver have ended", lambda: _held_by_others(node))
         node.set_labels({OWN_LABEL: MOVING})
     node.switch_off(DRIVERS)
     waiting.until("the other driver has left", lambda: _others(node))
@@ -158,7 +167,7 @@ def _move(node: MigratingNode, waiting: MigrationWait, missing: Callable[[], Seq
 def _return(node: MigratingNode, waiting: MigrationWait) -> None:
     state = node.begin(MigrationStep.RETURNING)
     waiting.progress.log(f"node {node.name} is cordoned")
-    waiting.until("claims of Tessera have ended", lambda: _held_by_tessera(node))
+    waiting.until("claims of Tessera have ended", lambda: _held_by_tessera(node), QUIET_LOOKS)
     if node.labels().get(OWN_LABEL) == HERE:
         node.set_labels({OWN_LABEL: MOVING})
     waiting.until("Tessera's node plugin has left", lambda: [item.metadata.name for item in node.slices(ours=True)])
@@ -211,6 +220,8 @@ def _missing(node: MigratingNode, state: MigrationState) -> list[str]:
 def _problems(reader: SnapshotReader, node: str) -> list[str]:
     """What `tessera status` finds on the node."""
     snapshot = reader.read()
+    if not snapshot.has_read(*LISTS):
+        return [f"{listing} can't be listed: {failure.reason}" for listing, failure in snapshot.unreadable.items()]
     problems = [part for check in CHECKS for part in check(snapshot) if isinstance(part, Problem)]
     concerned = [problem for problem in problems if problem.about == node or problem.about.startswith(f"{node}/")]
     return [f"{problem.about} {problem.message} -> {problem.remedy}" for problem in concerned]
@@ -223,6 +234,8 @@ def _explained(node: MigratingNode, waiting: MigrationWait) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, ApiError, FatalError, StateError) as error:
         waiting.progress.clear()
+        if not waiting.step:
+            raise
         raise FatalError(
             f"{str(error) or 'interrupted'}; node {node.name} waits until {waiting.step}, and stays cordoned: "
             f"tessera migrate {node.name} continues, tessera migrate {node.name} --back undoes it"

@@ -159,6 +159,7 @@ def test_a_node_whose_driver_the_operator_replaces_is_left_alone(site: Site) -> 
     answer = site.migrate()
     assert answer.exit_code == 1
     assert f"the GPU Operator is replacing its driver ({DEVICE_PLUGIN}=paused-for-driver-upgrade)" in answer.stderr
+    assert "stays cordoned" not in answer.stderr
     assert "unschedulable" not in site.node()["spec"]
 
 
