@@ -16,6 +16,7 @@ from driver.clock import wait_until
 from driver.errors import ApiError, FatalError, StateError, UsageError
 from driver.kube.client import KubeClient
 from driver.kube.get_and_list import read_pods
+from driver.kube.types import PodDetails
 from tessera.cluster_options import ListOnceClient, access_of, with_driver_name, with_kubeconfig
 from tessera.commands.maintenance.migrating_node import (
     DRIVERS,
@@ -109,7 +110,7 @@ def migrate(
 
     with _explained(migrating, waiting):
         if back:
-            _return(migrating, waiting)
+            _return(migrating, waiting, lambda: _pods(client, migrating, namespace))
         elif state is None or state.step is not MigrationStep.MOVED:
             _move(migrating, waiting, lambda: _starting(client, migrating, namespace) or problems())
     verdict = f"node {node} is back with the driver that it had" if back else f"node {node} has moved to Tessera"
@@ -164,13 +165,19 @@ def _move(node: MigratingNode, waiting: MigrationWait, missing: Callable[[], Seq
     node.end(state, MigrationStep.MOVED)
 
 
-def _return(node: MigratingNode, waiting: MigrationWait) -> None:
+def _return(node: MigratingNode, waiting: MigrationWait, pods: Callable[[], Sequence[PodDetails]]) -> None:
     state = node.begin(MigrationStep.RETURNING)
     waiting.progress.log(f"node {node.name} is cordoned")
     waiting.until("claims of Tessera have ended", lambda: _held_by_tessera(node), QUIET_LOOKS)
     if node.labels().get(OWN_LABEL) == HERE:
         node.set_labels({OWN_LABEL: MOVING})
-    waiting.until("Tessera's node plugin has left", lambda: [item.metadata.name for item in node.slices(ours=True)])
+    waiting.until(
+        "Tessera's node plugin has left",
+        lambda: [
+            *(f"pod {pod.metadata.name}" for pod in pods()),
+            *(f"ResourceSlice {item.metadata.name}" for item in node.slices(ours=True)),
+        ],
+    )
     node.set_labels(state.labels)
     waiting.until("the driver that was here before works", lambda: _missing(node, state))
     node.end(state, None)
@@ -197,9 +204,14 @@ def _others(node: MigratingNode) -> list[str]:
     ]
 
 
+def _pods(client: KubeClient, node: MigratingNode, namespace: str) -> list[PodDetails]:
+    """Those of Tessera's node plugin."""
+    return [pod for pod in read_pods(client, namespace, NODE_PODS) if pod.spec.node_name == node.name]
+
+
 def _starting(client: KubeClient, node: MigratingNode, namespace: str) -> list[str]:
     """Why the plugin does not work yet. With a controller a cordoned node may publish nothing: then its pod counts."""
-    pods = [pod for pod in read_pods(client, namespace, NODE_PODS) if pod.spec.node_name == node.name]
+    pods = _pods(client, node, namespace)
     if node.slices(ours=True) or any(pod.is_ready for pod in pods):
         return []
     name = next((pod.metadata.name for pod in pods), None)

@@ -154,6 +154,20 @@ def test_a_driver_that_stays_is_named_with_the_way_out(site: Site) -> None:
     assert site.labels()[OWN] == "moving", "Tessera does not come before the other driver has left"
 
 
+def test_the_other_driver_comes_back_only_after_the_pod_of_tessera_has_left(site: Site) -> None:
+    labels = {"app.kubernetes.io/name": "tessera", "app.kubernetes.io/component": "node"}
+    pod = {"metadata": {"name": "tessera-node-x", "labels": labels}, "spec": {"nodeName": NODE}}
+    site.api.store("/api/v1/namespaces/tessera/pods/tessera-node-x", **pod)
+    assert site.migrate().exit_code == 0
+    answer = site.migrate("--back", "--timeout", "0.1")
+    assert "waits until Tessera's node plugin has left" in answer.stderr
+    assert "pod tessera-node-x" in answer.stderr
+    assert site.labels()[DEVICE_PLUGIN] == "false"
+    site.api.drop("/api/v1/namespaces/tessera/pods/tessera-node-x")
+    assert site.migrate("--back").exit_code == 0
+    assert site.labels() == LABELS
+
+
 def test_a_node_whose_driver_the_operator_replaces_is_left_alone(site: Site) -> None:
     site.labels()[DEVICE_PLUGIN] = "paused-for-driver-upgrade"
     answer = site.migrate()
