@@ -183,7 +183,7 @@ def test_a_node_moves_from_nvidias_dra_driver_and_the_plan_names_what_has_to_cha
     plan = plan_of(operated)
     [claim] = plan["claims"]
     assert (claim["claim"], claim["devices"], claim["pods"]) == ("default/held", ["gpu-1"], ["holder"]), bound
-    assert claim["outcome"].startswith("must end first")
+    assert claim["outcome"] == f"must end first: only --driver-name {NVIDIA_DRIVER} adopts claims"
     [theirs] = [item for item in plan["classes"] if item["name"] == NVIDIA_DRIVER]
     assert theirs["release"] == "nvidia/nvidia-dra"
     assert theirs["instead"] == "gpu-training, a full GPU"
@@ -191,8 +191,8 @@ def test_a_node_moves_from_nvidias_dra_driver_and_the_plan_names_what_has_to_cha
     assert ("ResourceClaimTemplate default/theirs", "deviceClassName") in changes
     assert ("ResourceClaimTemplate default/theirs", "expression") in changes
     assert ("ResourceClaim default/held", "deviceClassName") in changes
-    [adopted] = plan_of(operated, "--driver-name", NVIDIA_DRIVER)["claims"]
-    assert adopted["outcome"] == "adopted"
+    [unprepared] = plan_of(operated, "--driver-name", NVIDIA_DRIVER)["claims"]
+    assert unprepared["outcome"] == "must end first: its pod has not started"
 
     move = Command(operated, tmp_path / "move")
     move.says("claim default/held (pods: holder)")

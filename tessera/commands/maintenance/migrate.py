@@ -13,10 +13,11 @@ from pathlib import Path
 import click
 
 from driver.clock import wait_until
+from driver.config.flag_values import NVIDIA_DRIVER
 from driver.errors import ApiError, FatalError, StateError, UsageError
 from driver.kube.client import KubeClient
 from driver.kube.get_and_list import read_pods
-from driver.kube.types import PodDetails
+from driver.kube.types import Claim, PodDetails
 from tessera.cluster_options import ListOnceClient, access_of, with_driver_name, with_kubeconfig
 from tessera.commands.maintenance.migrating_node import (
     DRIVERS,
@@ -185,13 +186,17 @@ def _return(node: MigratingNode, waiting: MigrationWait, pods: Callable[[], Sequ
 
 def _held_by_others(node: MigratingNode) -> list[str]:
     pods = [f"pod {pod.metadata.key} has {', '.join(names)}" for pod, names in node.plugin_pods()]
-    claims = [] if node.adopts else node.claims(ours=False)
-    return [*pods, *(f"claim {claim.metadata.key} (pods: {claim.pods or 'none'})" for claim in claims)]
+    claims = (f"{_named(claim)}: {reason}" for claim, reason in node.must_end())
+    return [*pods, *claims]
 
 
 def _held_by_tessera(node: MigratingNode) -> list[str]:
-    claims = [*node.claims(ours=True), *(node.claims(ours=False) if node.adopts else ())]
-    return [f"claim {claim.metadata.key} (pods: {claim.pods or 'none'})" for claim in claims]
+    adopted = node.claims(ours=False) if node.driver == NVIDIA_DRIVER else []
+    return [_named(claim) for claim in (*node.claims(ours=True), *adopted)]
+
+
+def _named(claim: Claim) -> str:
+    return f"claim {claim.metadata.key} (pods: {claim.pods or 'none'})"
 
 
 def _others(node: MigratingNode) -> list[str]:

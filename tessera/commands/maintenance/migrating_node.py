@@ -6,7 +6,7 @@ its label is "true", and the operator never changes a label that has another val
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 
 import msgspec
@@ -32,6 +32,9 @@ MONITORS = tuple(f"{DEPLOY}{name}" for name in ("dra-validator", "dcgm-dra", "dc
 DRIVERS = tuple(f"{DEPLOY}{name}" for name in ("device-plugin", "mig-manager", "dra-driver"))
 OPERATOR_APPS = ("nvidia-device-plugin-daemonset", "nvidia-mig-manager", "nvidia-dra-driver-kubelet-plugin")
 """The label ``app`` of the pods that DRIVERS start."""
+
+PASSED_THROUGH, MPS = "gpu-vfio-", b'"MPS"'
+"""How NVIDIA's DRA driver names devices for virtual machines, and the sharing strategy in its parameters."""
 
 PAUSED = "paused-for-driver-upgrade"
 """Part of a label's value while the GPU Operator replaces the node's driver."""
@@ -67,11 +70,6 @@ class MigratingNode:
     def __init__(self, client: KubeClient, name: str, driver: str) -> None:
         self._client, self.name, self.driver = client, name, driver
         self._path, self._pools = f"/api/v1/nodes/{name}", Pool(name, driver).names
-
-    @property
-    def adopts(self) -> bool:
-        """Whether Tessera adopts the claims of NVIDIA's DRA driver: the kubelet releases them by the driver's name."""
-        return self.driver == NVIDIA_DRIVER
 
     def read(self) -> Object:
         """Raises UsageError if there is no such Node."""
@@ -120,6 +118,26 @@ class MigratingNode:
         """The claims with devices of Tessera, or else of NVIDIA's DRA driver, whose pool has the name of the node."""
         driver, pools = (self.driver, self._pools) if ours else (NVIDIA_DRIVER, (self.name,))
         return [claim for claim in list_claims(self._client) if claim.results_in(driver, pools)]
+
+    def must_end(self) -> list[tuple[Claim, str]]:
+        """The claims of NVIDIA's DRA driver that Tessera can not adopt, and why."""
+        waiting = {pod.metadata.uid for pod in self.pods() if pod.status.phase == "Pending"}
+        reasons = ((claim, self._why_not_adopted(claim, waiting)) for claim in self.claims(ours=False))
+        return [(claim, reason) for claim, reason in reasons if reason]
+
+    def _why_not_adopted(self, claim: Claim, waiting: Collection[str]) -> str:
+        """Empty: it can be adopted. What is prepared is in a file of the node: here a pod that waits tells it."""
+        if self.driver != NVIDIA_DRIVER:
+            return f"only --driver-name {NVIDIA_DRIVER} adopts claims"
+        if any(result.device.startswith(PASSED_THROUGH) for result in claim.results):
+            return "its GPU is passed through to a virtual machine"
+        allocation = claim.status.allocation
+        configs = allocation.devices.config if allocation is not None else ()
+        if any(MPS in bytes(config.opaque.parameters) for config in configs if config.opaque is not None):
+            return "an MPS control daemon serves it, which nobody would end"
+        if any(pod.uid in waiting for pod in claim.pod_consumers):
+            return "its pod has not started"
+        return ""
 
     def operator_pods(self) -> list[str]:
         pods = (pod for pod in self.pods() if pod.metadata.labels.get("app") in OPERATOR_APPS)

@@ -113,12 +113,13 @@ def read_plan(client: KubeClient, node: MigratingNode) -> MigrationPlan:
     """Raises ApiError, StateError, and UsageError if there is no such Node."""
     state, labels = node.state(), node.labels()
     classes = list(_objects(client, "DeviceClass", "deviceclasses"))
+    reasons = {claim.metadata.uid: reason for claim, reason in node.must_end()}
     return MigrationPlan(
         node.name,
         "not moved" if state is None else state.step.value,
         {**{name: "false" for name in (*MONITORS, *DRIVERS) if name in labels}, OWN_LABEL: HERE},
         [_pod(pod, names) for pod, names in node.plugin_pods()],
-        [_claim(claim, node) for claim in node.claims(ours=False)],
+        [_claim(claim, node.name, reasons.get(claim.metadata.uid)) for claim in node.claims(ours=False)],
         [_class(item) for item in classes if _is_for_nvidia(item)],
         list(_changes(client, node.driver, classes)),
     )
@@ -130,9 +131,9 @@ def _pod(pod: Pod, resources: list[str]) -> PodOfPlugin:
     return PodOfPlugin(str(pod.metadata.key), f"{owner.kind}/{owner.name}" if owner else "-", resources, names)
 
 
-def _claim(claim: Claim, node: MigratingNode) -> ClaimOfOther:
-    devices = [result.device for result in claim.results_in(NVIDIA_DRIVER, (node.name,))]
-    outcome = "adopted" if node.adopts else f"must end first; only --driver-name {NVIDIA_DRIVER} adopts claims"
+def _claim(claim: Claim, pool: str, reason: str | None) -> ClaimOfOther:
+    devices = [result.device for result in claim.results_in(NVIDIA_DRIVER, (pool,))]
+    outcome = "adopted" if reason is None else f"must end first: {reason}"
     return ClaimOfOther(str(claim.metadata.key), devices, [pod.name for pod in claim.pod_consumers], outcome)
 
 

@@ -184,6 +184,33 @@ def test_an_annotation_that_somebody_has_changed_is_named(site: Site) -> None:
     assert "annotation gpu.tessera.dev/migration can't be read" in answer.stderr
 
 
+@pytest.mark.parametrize(
+    ("driver", "device", "parameters", "phase", "outcome"),
+    [
+        (DRIVER, "gpu-0", {}, "Running", f"must end first: only --driver-name {NVIDIA_DRIVER} adopts claims"),
+        (NVIDIA_DRIVER, "gpu-0", {"sharing": {"strategy": "TimeSlicing"}}, "Running", "adopted"),
+        (NVIDIA_DRIVER, "gpu-0", {"sharing": {"strategy": "MPS"}}, "Running", "must end first: an MPS control daemon"),
+        (NVIDIA_DRIVER, "gpu-vfio-0", {}, "Running", "must end first: its GPU is passed through"),
+        (NVIDIA_DRIVER, "gpu-0", {}, "Pending", "must end first: its pod has not started"),
+    ],
+)
+def test_claims_of_nvidias_driver_are_adopted_or_waited_for(
+    site: Site, driver: str, device: str, parameters: Object, phase: str, outcome: str
+) -> None:
+    result = {"request": "gpu", "driver": NVIDIA_DRIVER, "pool": NODE, "device": device}
+    config = {"source": "FromClaim", "opaque": {"driver": NVIDIA_DRIVER, "parameters": parameters}}
+    allocation = {"devices": {"results": [result], "config": [config]}}
+    users = [{"resource": "pods", "name": "train", "uid": "u"}]
+    site.api.store(f"{CLAIMS}/held", spec={}, status={"allocation": allocation, "reservedFor": users})
+    pod = site.api.store(f"{PODS}/train", spec={"nodeName": NODE}, status={"phase": phase})
+    users[0]["uid"] = pod["metadata"]["uid"]
+    [claim] = plan_of(site, "--driver-name", driver)["claims"]
+    assert (claim["claim"], claim["devices"], claim["pods"]) == ("team/held", [device], ["train"])
+    assert claim["outcome"].startswith(outcome)
+    said = site.migrate("--driver-name", driver, "--timeout", "0.1").stderr
+    assert ("claim team/held (pods: train)" in said) is (outcome != "adopted")
+
+
 def test_the_plan_names_objects_for_nvidias_driver_and_leaves_compute_domains_and_created_claims_out(
     site: Site,
 ) -> None:
