@@ -32,6 +32,7 @@ COMMAND_MODULES = {
     "controller": "controller.app",
     "cordon": "tessera.commands.maintenance.cordon",
     "drain": "tessera.commands.maintenance.drain",
+    "migrate": "tessera.commands.maintenance.migrate",
     "sim": "tessera.sim.node_commands",
     "template": "tessera.commands.node_template",
     "uncordon": "tessera.commands.maintenance.cordon",

@@ -33,6 +33,8 @@ REPLICAS = "nvidia.com/gpu.replicas"
 """Label of NVIDIA's GPU feature discovery: as how many GPUs the device plugin advertises each GPU."""
 
 MIG_CONFIG, MIG_STATE = "nvidia.com/mig.config", "nvidia.com/mig.config.state"
+MIG_MANAGER = "nvidia.com/gpu.deploy.mig-manager"
+"""Label of the GPU Operator: whether mig-manager runs on the node. The operator sets MIG_CONFIG even if it does not."""
 
 DIRECTORY_CHECK_INTERVAL_SECONDS = 5.0
 """Time between two checks of the kubelet's directories."""
@@ -79,12 +81,13 @@ def find_other_drivers(signs: NodeSigns, driver: str) -> list[OtherDriver]:
     return [other for other in drivers if other is not None]
 
 
+def is_gpu_resource(name: str) -> bool:
+    """Whether an extended resource has the name that device plugins give GPUs or their parts."""
+    return name == GPU_RESOURCE or name.startswith((f"{GPU_RESOURCE}.", MIG_RESOURCE_PREFIX))
+
+
 def _device_plugin(signs: NodeSigns) -> OtherDriver | None:
-    offered = {
-        name: amount
-        for name, amount in signs.allocatable.items()
-        if (name == GPU_RESOURCE or name.startswith((f"{GPU_RESOURCE}.", MIG_RESOURCE_PREFIX))) and amount != "0"
-    }
+    offered = {name: amount for name, amount in signs.allocatable.items() if is_gpu_resource(name) and amount != "0"}
     if offered:
         whole = sum(_number(amount) for name, amount in offered.items() if not name.startswith(MIG_RESOURCE_PREFIX))
         replicas = max(1, _number(signs.labels.get(REPLICAS, "1")))
@@ -104,7 +107,7 @@ def _dra_driver(signs: NodeSigns) -> OtherDriver | None:
 
 def _mig_manager(signs: NodeSigns) -> OtherDriver | None:
     labels = {key: signs.labels[key] for key in (MIG_CONFIG, MIG_STATE) if signs.labels.get(key)}
-    if not labels:
+    if not labels or signs.labels.get(MIG_MANAGER) == "false":
         return None
     return OtherDriver("mig-manager", f"{', '.join(f'{k}={v}' for k, v in labels.items())} on the Node")
 

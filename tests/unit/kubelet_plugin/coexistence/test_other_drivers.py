@@ -75,6 +75,7 @@ def test_each_is_named_with_what_gave_it_away(signs: NodeSigns, named: str) -> N
         NodeSigns(),
         NodeSigns(allocatable={"nvidia.com/gpu": "0", "nvidia.com/mig-1g.10gb": "0", "amd.com/gpu": "8"}),
         NodeSigns(labels={"nvidia.com/gpu.present": "true", "nvidia.com/mig.config": ""}),
+        NodeSigns(labels={"nvidia.com/mig.config": "all-disabled", "nvidia.com/gpu.deploy.mig-manager": "false"}),
     ],
 )
 def test_what_was_there_once_or_is_something_else_is_no_neighbour(signs: NodeSigns) -> None:
