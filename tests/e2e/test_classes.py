@@ -39,6 +39,7 @@ QUOTAS = "/api/v1/namespaces/default/resourcequotas"
 POLICY = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies/one-share-of-a-gpu.gpu.tessera.dev"
 
 TRAINING, DEV, ANY_PARTITION, MONITOR = "gpu-training", "gpu-dev", "gpu-inference", "gpu-monitor"
+NVLINK = "gpu-training-nvlink"
 SMALL, WHOLE_PARTITION = "gpu-inference-1g-10gb", "gpu-inference-7g-80gb"
 
 CARDS = {
@@ -213,7 +214,7 @@ class TestEveryClass:
 
 def says(class_name: str) -> tuple[str, str | None]:
     """The type of device, and the profile, that a class has by its name."""
-    kinds = {TRAINING: "gpu", DEV: "share", ANY_PARTITION: "mig"}
+    kinds = {TRAINING: "gpu", NVLINK: "gpu", DEV: "share", ANY_PARTITION: "mig"}
     if class_name in kinds:
         return kinds[class_name], None
     return "mig", class_name.removeprefix(f"{ANY_PARTITION}-").replace("-", ".")
@@ -588,7 +589,8 @@ def limited(cluster: Cluster, quotas: Sequence[dict[str, Any]]) -> Iterator[None
 
 
 def said_to(cluster: Cluster, name: str, count: int) -> str:
-    constraints, request = [DIFFERENT_GPUS] if name == DEV else [], asked(name, count=count)
+    constraints = {DEV: [DIFFERENT_GPUS], NVLINK: [{"matchAttribute": f"{DRIVER}/nvlinkClique"}]}.get(name, [])
+    request = asked(name, count=count)
     request["exactly"]["adminAccess"] = name == MONITOR
     return refusal(cluster, request, constraints=constraints)
 

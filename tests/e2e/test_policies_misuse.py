@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -23,7 +23,7 @@ Object = dict[str, Any]
 POLICIES = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies"
 POLICY = "fitting-class.gpu.tessera.dev"
 OURS, NVIDIAS = "gpu.tessera.dev/v1alpha1", "resource.nvidia.com/v1beta1"
-FULL, PARTITION, SHARE = "gpu-training", "gpu-inference", "gpu-dev"
+FULL, PARTITION, SHARE, NVLINK = "gpu-training", "gpu-inference", "gpu-dev", "gpu-training-nvlink"
 ONE = "gpu-inference-1g-10gb"
 DEVICE = f'device.attributes["{DRIVER}"]'
 
@@ -207,6 +207,37 @@ class TestConstraints:
         assert not refusal(cluster, either, constraints=[self.constraint("nvlinkClique", "gpu/a")])
         elsewhere = {"matchAttribute": "resource.kubernetes.io/pcieRoot"}
         assert not refusal(cluster, [request(SHARE), request("a-nic", "nic")], constraints=[elsewhere])
+
+
+class TestSeveralGpusJoinedByNvlink:
+    clique: ClassVar[Object] = {"matchAttribute": f"{DRIVER}/nvlinkClique"}
+
+    def several(self, name: str = "gpu", count: int = 4) -> Object:
+        return {"name": name, "exactly": {"deviceClassName": NVLINK, "count": count}}
+
+    def test_need_the_constraint_on_their_clique(self, cluster: Cluster) -> None:
+        requests = [self.several(), request(FULL, "other")]
+        expected = (
+            "request gpu asks for 4 GPUs of class gpu-training-nvlink, which may be in different NVLink cliques: "
+            f"add to constraints {{requests: [gpu], matchAttribute: {DRIVER}/nvlinkClique}}"
+        )
+        for constraints in ([], [{**self.clique, "requests": ["other"]}]):
+            assert refusal(cluster, requests, constraints=constraints) == expected
+
+    def test_with_the_constraint_are_let_through(self, cluster: Cluster) -> None:
+        for constraint in (self.clique, {**self.clique, "requests": ["gpu"]}):
+            assert not refusal(cluster, [self.several()], constraints=[constraint])
+
+    def test_one_gpu_and_gpus_of_another_class_need_none(self, cluster: Cluster) -> None:
+        assert not refusal(cluster, [request(NVLINK)])
+        assert not refusal(cluster, [{"name": "gpu", "exactly": {"deviceClassName": FULL, "count": 4}}])
+
+    def test_as_an_alternative_need_it_too(self, cluster: Cluster) -> None:
+        first = {"name": "a", "deviceClassName": NVLINK, "count": 2}
+        either = {"name": "gpu", "firstAvailable": [first, {"name": "b", "deviceClassName": FULL}]}
+        assert "request gpu/a asks for 2 GPUs of class gpu-training-nvlink" in refusal(cluster, [either])
+        for constraint in (self.clique, {**self.clique, "requests": ["gpu/a"]}):
+            assert not refusal(cluster, [either], constraints=[constraint])
 
 
 def test_a_claim_without_requests_is_let_through(cluster: Cluster) -> None:

@@ -27,7 +27,15 @@ Object = dict[str, Any]
 
 CLASSES = "/apis/resource.k8s.io/v1/deviceclasses"
 EVERY_EXAMPLE = settings(max_examples=300, derandomize=True, suppress_health_check=list(HealthCheck))
-CLASS_NAMES = ("gpu-training", "gpu-inference", "gpu-inference-1g-10gb", "gpu-dev", "gpu-monitor", "of-my-own")
+CLASS_NAMES = (
+    "gpu-training",
+    "gpu-training-nvlink",
+    "gpu-inference",
+    "gpu-inference-1g-10gb",
+    "gpu-dev",
+    "gpu-monitor",
+    "of-my-own",
+)
 DEVICE = f'device.attributes["{DRIVER}"]'
 SELECTORS = (
     f'{DEVICE}.type == "mig"',

@@ -277,6 +277,18 @@ BAD_VALUES: dict[str, tuple[Values, str]] = {
     ),
     "a web page at no port": ({"controller": {"webAddress": "127.0.0.1"}}, "at '/controller/webAddress': '127.0.0.1'"),
     "no such class": ({"classes": {"gpu-dve": False}}, "classes.gpu-dve: there is no such class; there are gpu-dev, "),
+    "requirements of no class": (
+        {"classRequirements": {"gpu-dve": {"nvlink": True}}},
+        "classRequirements.gpu-dve: there is no such class; there are gpu-dev, ",
+    ),
+    "a requirement that no partition meets": (
+        {"classRequirements": {"gpu-inference-1g-10gb": {"nvlink": True}}},
+        "classRequirements.gpu-inference-1g-10gb: its devices never have the attribute nvlinkClique",
+    ),
+    "a requirement that is no text of CEL": (
+        {"classRequirements": {"gpu-training": {"products": ['L4"]) || (true']}}},
+        "at '/classRequirements/gpu-training/products/0'",
+    ),
     "twice": ({"extendedResourceNames": ["gpu-dev", "gpu-dev"]}, "at '/extendedResourceNames': items at 0 and 1 are"),
     "a class without resource name": (
         {"extendedResourceNames": ["gpu-dev", "gpu-inference"]},
@@ -444,7 +456,7 @@ class TestAnotherDriver:
         lint = ["lint", "--driver-name", OTHER, str(file)]
         assert CliRunner().invoke(main, lint).output == f"{len(CLASSES)} objects checked, nothing found\n"
         file.write_text(file.read_text().replace("].type ==", "].typ =="))
-        assert CliRunner().invoke(main, lint).output.endswith("4 findings\n")
+        assert CliRunner().invoke(main, lint).output.endswith("5 findings\n")
 
     @pytest.mark.long
     @given(st.from_regex(r"[a-z]([-a-z0-9]{0,8}[a-z0-9])?(\.[a-z0-9]{1,8}){0,3}", fullmatch=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from math import ceil
 from pathlib import Path
@@ -14,11 +15,12 @@ import yaml
 
 from deviceclasses.cel.engine import Program, compile_selector, from_slice_device
 from driver.config.opaque_parameters import GpuConfig, MigDeviceConfig, ShareConfig, parse_parameters
+from driver.hardware.gpu_properties import known_memory
 from driver.model.device import Monitor, devices_of
 from driver.simulator.products import Product, find_product, product_names
 from driver.slices.build import PublishedGpu, SliceBuilder
 from driver.slices.slice_names import Pool
-from tests.support.chart import EVENTS_OF_ALL_CLAIMS, EVENTS_OF_ONE_CLAIM, class_texts, notes, rendered
+from tests.support.chart import EVENTS_OF_ALL_CLAIMS, EVENTS_OF_ONE_CLAIM, class_texts, manifests, notes, rendered
 from tests.support.gpus import gpu_of
 from tests.support.nvml_client import profiles_by_name
 from tests.support.published import DRIVER, devices_in
@@ -28,7 +30,7 @@ EXAMPLES = sorted((PROJECT / "deploy" / "examples").glob("*.yaml"))
 DOCS = (PROJECT / "docs" / "workloads.md").read_text()
 
 GUARD = 'device.driver == "gpu.tessera.dev" && device.attributes["gpu.tessera.dev"]'
-PARTITIONS, MONITORS = "gpu-inference", "gpu-monitor"
+PARTITIONS, MONITORS, NVLINK = "gpu-inference", "gpu-monitor", "gpu-training-nvlink"
 ONE_SHARE = "one-share-of-a-gpu.gpu.tessera.dev"
 OF_ANOTHER_DRIVER = {"rdma-nic"}
 PLAIN_PROFILE = re.compile(r"\dg\.\d+gb")
@@ -37,6 +39,7 @@ QUOTA_KEY = ".deviceclass.resource.k8s.io/devices"
 
 KINDS = {
     "gpu-training": ("gpu", GpuConfig),
+    NVLINK: ("gpu", GpuConfig),
     "gpu-inference": ("mig", MigDeviceConfig),
     "gpu-dev": ("share", ShareConfig),
     "gpu-monitor": ("monitor", None),
@@ -100,7 +103,8 @@ def test_a_class_is_an_object_of_the_current_api(name: str) -> None:
 def test_a_class_selects_what_its_name_says_by_one_guarded_expression(name: str) -> None:
     [selector] = load(name)["spec"]["selectors"]
     wanted = f'type == "{KINDS[name][0]}"' if name in KINDS else f'profile == "{profile_of(name)}"'
-    assert selector == {"cel": {"expression": f"{GUARD}.{wanted}"}}
+    more = ' && "nvlinkClique" in device.attributes["gpu.tessera.dev"]' if name == NVLINK else ""
+    assert selector == {"cel": {"expression": f"{GUARD}.{wanted}{more}"}}
 
 
 @pytest.mark.parametrize("name", [name for name in CLASSES if name != MONITORS])
@@ -136,6 +140,53 @@ def selectors() -> dict[str, Program]:
     return {name: compile_selector(load(name)["spec"]["selectors"][0]["cel"]["expression"]) for name in CLASSES}
 
 
+def names_of_full_gpus(**requirements: object) -> set[str]:
+    """The products of which a full GPU has class gpu-training in a release with these ``requirements``."""
+    text = manifests({"classRequirements": {"gpu-training": requirements}})["classes.yaml"]
+    [training] = [item for item in yaml.safe_load_all(text) if item and item["metadata"]["name"] == "gpu-training"]
+    programs = [compile_selector(selector["cel"]["expression"]) for selector in training["spec"]["selectors"]]
+    builder, matching = SliceBuilder(Pool("n", DRIVER)), set()
+    for product in product_names():
+        gpu = gpu_of(product)
+        memory, facts = known_memory(product, gpu.memory_bytes), find_product(product)
+        assert memory
+        assert facts
+        gpu = replace(
+            gpu,
+            cuda_compute_capability=f"{facts.compute_capability[0]}.{facts.compute_capability[1]}.0",
+            memory_type=memory.kind,
+            memory_bandwidth=memory.bandwidth,
+            nvlink_clique="clique-0" if "SXM" in product or "HBM3" in product else None,
+        )
+        built = builder.build([PublishedGpu(gpu, 0, (), devices_of(gpu, 0, shares=2))])
+        devices = [
+            from_slice_device(DRIVER, device) for device in devices_in({"spec": part} for part in built.values())
+        ]
+        matching |= {product for device in devices if all(program.verdict(device) is True for program in programs)}
+    return matching
+
+
+@pytest.mark.parametrize(
+    ("requirements", "some", "none"),
+    [
+        ({}, {"Tesla T4", "NVIDIA L4", "NVIDIA H100 80GB HBM3"}, set()),
+        ({"memoryTypes": ["HBM3", "HBM3e"]}, {"NVIDIA H100 80GB HBM3", "NVIDIA H200"}, {"Tesla T4", "NVIDIA L4"}),
+        ({"memoryBandwidth": 1500}, {"NVIDIA A100-SXM4-40GB", "NVIDIA H200"}, {"Tesla T4", "NVIDIA L4", "NVIDIA L40S"}),
+        ({"computeCapability": "8.9"}, {"NVIDIA L4", "NVIDIA H200"}, {"Tesla T4", "NVIDIA A100-SXM4-40GB"}),
+        ({"computeCapability": "10.0"}, {"NVIDIA B200"}, {"NVIDIA H200"}),
+        ({"nvlink": True}, {"NVIDIA H100 80GB HBM3"}, {"NVIDIA L4", "NVIDIA H100 PCIe"}),
+        ({"products": ["NVIDIA L4"]}, {"NVIDIA L4"}, {"NVIDIA L40S", "NVIDIA H200"}),
+        ({"products": ["NVIDIA L4"], "memoryTypes": ["HBM3"]}, set(), {"NVIDIA L4", "NVIDIA H200"}),
+    ],
+)
+def test_a_class_gives_only_gpus_that_meet_its_requirements(
+    requirements: dict[str, Any], some: set[str], none: set[str]
+) -> None:
+    matching = names_of_full_gpus(**requirements)
+    assert some <= matching
+    assert not none & matching
+
+
 @pytest.mark.parametrize("product", product_names())
 def test_every_device_of_a_simulated_product_has_the_class_of_its_kind_and_of_its_profile(product: str) -> None:
     gpu, builder = gpu_of(product), SliceBuilder(Pool("n", DRIVER))
@@ -144,6 +195,7 @@ def test_every_device_of_a_simulated_product_has_the_class_of_its_kind_and_of_it
     for device in devices_in({"spec": content} for content in (*built.values(), *monitors.values())):
         texts = {name: value.get("string") for name, value in device["attributes"].items()}
         wanted = {name for name, (kind, _) in KINDS.items() if kind == texts["type"]}
+        wanted -= set() if "nvlinkClique" in texts else {NVLINK}
         if PLAIN_PROFILE.fullmatch(texts.get("profile") or ""):
             wanted.add(f"{PARTITIONS}-{texts['profile'].replace('.', '-')}")
         value = from_slice_device(DRIVER, device)
@@ -158,7 +210,7 @@ def test_the_resource_name_for_unchanged_pods_is_there_and_off() -> None:
     for name, text in CLASSES.items():
         text = text.replace("# extendedResourceName", "extendedResourceName")
         switched_on[name] = yaml.safe_load(text)["spec"].get("extendedResourceName")
-    assert switched_on == {**names, PARTITIONS: None, MONITORS: None}
+    assert switched_on == {**names, PARTITIONS: None, MONITORS: None, NVLINK: None}
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=name_of)

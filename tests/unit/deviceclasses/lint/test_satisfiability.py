@@ -60,7 +60,8 @@ class TestParameters:
                 PARTITION,
                 "GpuConfig",
                 (
-                    "does not fit request gpu: class gpu-inference gives partitions; take class gpu-training, or "
+                    "does not fit request gpu: class gpu-inference gives partitions; take class gpu-training or "
+                    "gpu-training-nvlink, or "
                     "parameters for what the class gives"
                 ),
             ),
