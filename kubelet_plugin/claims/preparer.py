@@ -137,6 +137,7 @@ class Preparer:
         ids = adopted.cdi_device_ids
         if any("/claim=" in name for name in chain(*ids.values())) and not self._stores.cdi.has_adopted(record.uid):
             raise ClaimError(f"claim {record}: its CDI spec, of NVIDIA's DRA driver, is gone; delete the pod")
+        log.info("a prepared claim of NVIDIA's DRA driver was asked for again", extra={"claim": str(record)})
         entries: tuple[DeviceRecord | MonitorRecord, ...] = (*record.devices, *record.monitors)
         return [PreparedDevice(entry.requests, entry.pool, entry.device, ids[entry.device]) for entry in entries]
 
