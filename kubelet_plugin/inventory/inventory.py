@@ -223,6 +223,11 @@ class Inventory:
                 adopted[uuid] = f"{adopted[uuid]}; {reason}" if uuid in adopted else reason
         return adopted
 
+    def adopted_reason(self, gpu: Gpu) -> str | None:
+        """Which claims that NVIDIA's driver prepared hold ``gpu``, and what that means; None: none does."""
+        with self._lock:
+            return self._all_adopted().get(gpu.uuid)
+
     def release(self, uid: str) -> None:
         """Remove all devices of the claim; not an error if it holds none."""
         with self._lock:
