@@ -14,6 +14,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 from msgspec import Struct, field
@@ -25,7 +26,6 @@ from driver.kube.types import ClaimStatus
 from driver.model.gpu import Gpu, Partition
 from driver.model.gpu_settings import TimeSlice
 from driver.model.offer import DeviceKind
-from kubelet_plugin.checkpoint.files import read_if_exists
 from kubelet_plugin.checkpoint.records import VERSION, Adoption, ClaimRecord, DeviceRecord, MonitorRecord
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.preparer import ClaimReader
@@ -40,9 +40,12 @@ CHECKPOINT = Path("plugins", NVIDIA_DRIVER, "checkpoint.json")
 
 STARTED, COMPLETED = "PrepareStarted", "PrepareCompleted"
 
-NAME = re.compile(r"gpu-(?P<minor>\d+)(-mig-\d+g.*-(?P<id>\d+)-(?P<start>\d+))?")
-OLD_NAME = re.compile(r"gpu-(?P<minor>\d+)-mig-(?P<id>\d+)-(?P<start>\d+)-\d+")
+NAME = re.compile(r"gpu-(?P<minor>\d{1,4})(-mig-\d+g.*-(?P<id>\d{1,4})-(?P<start>\d{1,4}))?")
+OLD_NAME = re.compile(r"gpu-(?P<minor>\d{1,4})-mig-(?P<id>\d{1,4})-(?P<start>\d{1,4})-\d+")
 """Device names of NVIDIA's driver; the old ones, before 25.12, are of partitions that it did not make itself."""
+
+UID = re.compile(r"[A-Za-z0-9][-A-Za-z0-9]{0,127}")
+InstanceId = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
 
 UNFINISHED = "NVIDIA's DRA driver began to prepare it and did not finish"
 MPS = "nobody ends its MPS control daemon, a Deployment of NVIDIA's driver: end it by hand"
@@ -72,8 +75,8 @@ class NvidiaPartition(Struct, frozen=True):
     class Concrete(Struct, frozen=True, rename="camel"):
         mig_uuid: str = field(name="migUUID")
         parent_uuid: str = field(name="parentUUID")
-        gi_id: int
-        ci_id: int
+        gi_id: InstanceId
+        ci_id: InstanceId
 
     device: NvidiaAnswer
     concrete: Concrete | None = None
@@ -146,6 +149,9 @@ def read_claims(data: bytes) -> NvidiaClaims:
     claims = checkpoint.v2 or checkpoint.v1
     if claims is None:
         raise StateError("it has neither v1 nor v2, the versions that this program reads")
+    for uid in claims.prepared_claims or {}:
+        if not UID.fullmatch(uid):  # it becomes part of paths
+            raise StateError(f"preparedClaims has {uid!r}, which is no uid of a claim")
     return claims
 
 
@@ -164,8 +170,7 @@ def adopt_claims(
         for record in stores.checkpoint.records():
             if record.adopted is not None and record.is_of_earlier_boot(stores.boot):
                 stores.checkpoint.remove(record.uid)
-        data = read_if_exists(path)
-        if data is not None:
+        if (data := _read(path)) is not None:
             Adopter(stores, partitions_of, claims, keeps_partitions=settings.publish_existing).adopt(path, data, events)
     except RecoverableError as error:
         why = (
@@ -175,6 +180,16 @@ def adopt_claims(
         stores.inventory.hold_adopted(str(path), {gpu.uuid: why for gpu in stores.inventory.gpus})
         log.error("can't adopt the claims of NVIDIA's DRA driver", extra={"path": str(path), "error": str(error)})
         events.node(EventReason.CLAIM_MUST_END, why)
+
+
+def _read(path: Path) -> bytes | None:
+    """The content; None if there is no such file. Raises StateError."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StateError(f"it can't be read: {error.strerror}") from error
 
 
 class Adopter:

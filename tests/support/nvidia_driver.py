@@ -44,8 +44,8 @@ class NvidiaDriver:
 
     def __init__(self, plugin: PluginProcess) -> None:
         self._node, self._cluster = plugin.node, plugin.cluster
-        root = plugin.host_root
-        simulated = SimulatedNode.open(load_description("dgx-h100"), root, latency=ZERO_LATENCY)
+        description = load_description("dgx-h100").replaced(serial=self._node.name)  # as the plugin opens it
+        simulated = SimulatedNode.open(description, plugin.host_root, latency=ZERO_LATENCY)
         self._paths = HostPaths(simulated.root, simulated.root)
         self._host = Host(simulated.nvml, self._paths, simulated=True)
         self._gpus: Sequence[Gpu] = self._host.discover().gpus

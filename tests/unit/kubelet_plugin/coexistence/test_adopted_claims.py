@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,13 +14,18 @@ import pytest
 from driver.config.flag_values import NVIDIA_DRIVER
 from driver.errors import ClaimError
 from driver.hardware.host_paths import boot_id
-from driver.model.gpu import Gpu, Partition, Placement
+from driver.hardware.usage import UsageReader
+from driver.model.gpu import Gpu, Partition
 from driver.model.plan import FaultKind
 from driver.step_observer import Moment, unobserved
+from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.inventory.published_devices import PublishPolicy
 from kubelet_plugin.status.claim_status import device_statuses
 from kubelet_plugin.step_names import NodeStep, Observer
+from kubelet_plugin.usage.labels import ClaimLabels
+from kubelet_plugin.usage.sampler import UsageSampler
+from kubelet_plugin.usage.totals_file import TotalsFile
 from tests.support.care import Care
 from tests.support.claims import NODE, ClaimApi, result
 from tests.support.node import NodeUnderTest, choosing, paths_of, start_node
@@ -37,6 +43,8 @@ from tests.support.nvidia_claims import (
 from tests.unit.kubelet_plugin.claims.test_preparer_crashes import Crash, crash_at
 
 ON_GPU_99 = {"gpu": {"info": {"uuid": "GPU-99"}, "device": answer("u", NODE, "gpu-99")}, "mig": None}
+OF_NO_INSTANCE = {"giId": 10**30, "ciId": 0, "migUUID": "MIG-1", "parentUUID": "GPU-1"}
+IMPOSSIBLE = {"gpu": None, "mig": {"concrete": OF_NO_INSTANCE, "device": answer("u", NODE, "gpu-" + "9" * 5000)}}
 OURS = f"{NODE}-{NVIDIA_DRIVER}"
 
 
@@ -278,6 +286,8 @@ def test_a_claim_with_an_mps_daemon_must_end_soon(nvidia: NvidiaNode, config: di
             '"devices": []', '"devices": [{"npu": {}}]'
         ),
         '{"v2": {"preparedClaims": {"u": {"preparedDevices": "none"}}}}',
+        json.dumps(nvidia_checkpoint({"../../u": nvidia_claim("a", NODE)})),
+        json.dumps(nvidia_checkpoint({"u": nvidia_claim("a", NODE, IMPOSSIBLE)})),
         json.dumps(nvidia_checkpoint({"u": nvidia_claim("a", NODE, ON_GPU_99, state="PrepareStarted")})),
     ],
 )
@@ -289,6 +299,11 @@ def test_a_file_that_can_not_be_understood_holds_every_gpu_and_crashes_nothing(
     assert len(faults(node)) == 8
     assert all("delete the file and restart the plugin" in str(fault) for fault in faults(node).values())
     assert [(about, reason) for about, reason, _ in node.adoptions] == [(f"Node/{NODE}", "ClaimMustEnd")]
+
+
+def test_a_file_that_can_not_be_read_holds_every_gpu(nvidia: NvidiaNode) -> None:
+    nvidia_file(nvidia.kubelet_dir).mkdir(parents=True)
+    assert not offering(nvidia.again())
 
 
 def test_claims_of_an_earlier_boot_hold_nothing(tmp_path: Path) -> None:
@@ -347,11 +362,28 @@ def test_the_status_of_an_adopted_claim_is_not_written(nvidia: NvidiaNode) -> No
     assert not device_statuses(nvidia.start().node.checkpoint.records())
 
 
-def test_a_partition_is_known_by_profile_and_place_for_usage(nvidia: NvidiaNode) -> None:
+class Unlabelled:
+    """What a sampler asks for besides the hardware; nobody follows its samples."""
+
+    def read_labels(self, _record: ClaimRecord) -> ClaimLabels:
+        return ClaimLabels((), {})
+
+    def check(self, _devices: object) -> None:
+        """Nothing is due."""
+
+
+def test_usage_counts_the_partition_under_its_old_name(nvidia: NvidiaNode) -> None:
     _, partition = nvidia.small("infer")
-    [record] = nvidia.start().node.checkpoint.records()
-    [device] = record.devices
-    assert (device.profile, device.placement, device.partition) == ("1g.10gb", Placement(6, 1), partition)
+    node = nvidia.start()
+    parts: Any = Unlabelled()
+    reader = UsageReader(node.simulated.nvml, time.time)
+    sampler = UsageSampler(node.node, reader, parts, TotalsFile(nvidia.root / "state", ""), 15.0, parts, time.time)
+    sampler.sample()
+    [(key, usage)] = sampler.devices.items()
+    assert key == ("uid-infer", partition_name(nvidia.gpus[0], partition))
+    assert (usage.totals.slices, usage.device.profile) == (1.0, "1g.10gb")
+    assert usage.reading is not None
+    assert usage.reading.memory_total
 
 
 def test_under_another_driver_name_nothing_is_adopted(nvidia: NvidiaNode) -> None:
