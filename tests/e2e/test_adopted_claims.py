@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 
 from driver.config.flag_values import NVIDIA_DRIVER
+from kubelet_plugin.dra.protocol.generated import dra_v1_pb2
 from tests.harness.cluster import Cluster
 from tests.harness.settings import Settings
 from tests.harness.waiting import wait_for
 from tests.support.chart import install
 from tests.support.command import run_tessera
 from tests.support.controller import ControllerProcess
+from tests.support.kubelet import DraClient
 from tests.support.nvidia_claims import nvidia_file
 from tests.support.nvidia_driver import ENVIRONMENT, NvidiaDriver, nvidia_class
 from tests.support.plugin import SLICES, PluginFlags, PluginProcess
-from tests.support.workloads import PODS, Workloads, request
+from tests.support.workloads import CLAIMS, PODS, Workloads, request
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600), pytest.mark.needs("shared counters")]
 
@@ -95,11 +97,14 @@ def test_one_adopted_1g_claim_leaves_seven_of_eight_gpus_until_its_pod_ends(
     }
 
     cluster.node(plugin.node.name).restart_kubelet()
-    asked = "a prepared claim of NVIDIA's DRA driver was asked for again"
-    wait_for(lambda: asked in plugin.log.read_text(), WIPED_S, "the restarted kubelet asks for the claim")
+    wait_for(lambda: plugin.log.read_text().count("registered with the kubelet") > 1, WIPED_S, "registered once more")
     wait_for(plugin.slices, WIPED_S, "slices after the restart of the kubelet")
     assert containers(cluster, "old") == before
     assert ENVIRONMENT in workloads.exec("old", "env")
+    uid = cluster.api.get(f"{CLAIMS}/old")["metadata"]["uid"]
+    answers = DraClient(plugin.socket).call(dra_v1_pb2, "Prepare", [("default", "old", uid)])
+    [device] = answers[uid].devices
+    assert list(device.cdi_device_ids) == [f"k8s.{NVIDIA_DRIVER}/claim={uid}-{nvidia.device}"]
     assert len(bound(workloads, fulls)) == 7
 
     workloads.delete_pods("old")
