@@ -38,6 +38,7 @@ from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.preparer import ClaimReader, Preparer
 from kubelet_plugin.claims.rehearsals import Rehearsals
 from kubelet_plugin.claims.time_slices import TimeSlices
+from kubelet_plugin.coexistence.adopted_claims import adopt_claims
 from kubelet_plugin.coexistence.other_drivers import OtherDriverWatch
 from kubelet_plugin.dra.health_service import HealthService
 from kubelet_plugin.dra.kubelet_sockets import PluginSockets, serve_kubelet
@@ -121,6 +122,7 @@ class NodePlugin:
         self._usage = self._usage_sampler()
         self._check_readiness()
         self._subscribe()
+        adopt_claims(self._stores, settings, self._host.partitions, self._reader, self._events)
         recover(self._stores, self._preparer.cleanup, self._step)
         inventory = self._stores.inventory
         self._save_gpus()

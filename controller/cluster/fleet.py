@@ -66,8 +66,8 @@ class FleetGpu:
 
     @property
     def has_monitor(self) -> bool:
-        """Whether its node publishes its monitor device: it answers, and no other driver manages it."""
-        return self.fault_kind not in {FaultKind.UNAVAILABLE, FaultKind.RESERVED}
+        """Whether its node publishes its monitor device: it answers, and no other driver has it."""
+        return self.fault_kind not in {FaultKind.UNAVAILABLE, FaultKind.RESERVED, FaultKind.ADOPTED}
 
     @property
     def unheld(self) -> FleetGpu:

@@ -210,6 +210,7 @@ TEXTS = {
     Obstacle.FAULT: "the fault of {} were repaired ({} clears a fault that has gone)",
     Obstacle.CORDONED: "{} were uncordoned ({})",
     Obstacle.RESERVED: "{} were left to Tessera by the other driver of the node (docs/soundness.md)",
+    Obstacle.ADOPTED: "the claims that NVIDIA's DRA driver prepared on {} ended",
     Obstacle.TAINTED: "{} were deleted, or the request tolerated {}",
     Obstacle.RESET: "{} had the other MIG mode, which takes a reset",
     Obstacle.DEDICATED: "{} were not kept for other uses (labels of the node, settings of its node plugin)",

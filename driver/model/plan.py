@@ -282,12 +282,14 @@ class FaultKind(StrEnum):
 
     UNAVAILABLE: it does not answer, or a later version of the node plugin reports a kind that this version does not
     know. UNHEALTHY: it has a condition. CORDONED: an operator has cordoned it. RESERVED: another driver owns it.
+    ADOPTED: claims that NVIDIA's DRA driver prepared before this one took its name hold it.
     """
 
     UNAVAILABLE = "Unavailable"
     UNHEALTHY = "Unhealthy"
     CORDONED = "Cordoned"
     RESERVED = "Reserved"
+    ADOPTED = "Adopted"
 
     @classmethod
     def _missing_(cls, value: object) -> FaultKind:

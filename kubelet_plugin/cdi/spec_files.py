@@ -17,7 +17,8 @@ SPEC_MODE = 0o644
 
 
 class CdiDirectory:
-    """The specs of this driver in the CDI directory; other specs are never changed. Methods raise StateError."""
+    """The specs of this driver in the CDI directory, and those of NVIDIA's driver for adopted claims; other specs are
+    never changed. Methods raise StateError."""
 
     def __init__(self, directory: Path, specs: SpecFormat, restored: Callable[[], None] = lambda: None) -> None:
         """Create the directory if it is missing. Raises EnvironmentFault if that fails.
@@ -140,6 +141,14 @@ class CdiDirectory:
         files.remove(self._path(uid), durable=False)
         self.unreserve(uid)
 
+    def has_adopted(self, uid: str) -> bool:
+        """Whether NVIDIA's driver wrote a spec for the claim, and it still exists."""
+        return self._adopted_path(uid).exists()
+
+    def remove_adopted(self, uid: str) -> None:
+        """Remove the spec that NVIDIA's driver wrote for the claim; a missing one is no error."""
+        files.remove(self._adopted_path(uid), durable=False)
+
     def claim_uids(self) -> list[str]:
         """The UIDs of the claims that have a spec of this driver."""
         ours = (name for name in self._names() if name.startswith(self._prefix) and name.endswith(".json"))
@@ -158,6 +167,9 @@ class CdiDirectory:
             return []
         except OSError as error:
             raise StateError(f"can't list {self._directory}: {error.strerror}") from error
+
+    def _adopted_path(self, uid: str) -> Path:
+        return self._directory / f"k8s.{self._prefix}{uid}.yaml"
 
     def _path(self, uid: str) -> str:
         return f"{self._directory}/{self._prefix}{uid}.json"

@@ -31,7 +31,7 @@ VERSION = 1
 programs skip unknown fields."""
 
 ASIDE, SETTLED = ".unreadable", ".settled"
-"""Suffixes of a file that was set aside, and of one whose claim was rebuilt or released since."""
+"""Suffixes of a file that was set aside, and of one whose claim was rebuilt or released since, or was adopted."""
 
 
 class DeviceRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
@@ -95,12 +95,25 @@ class MonitorRecord(msgspec.Struct, frozen=True, rename="camel"):
     gpu_uuid: str = msgspec.field(name="gpuUUID")
 
 
+class Adoption(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    """What the record of NVIDIA's DRA driver says of a claim that it prepared.
+
+    ``cdi_device_ids``: its answer to the kubelet, by device. ``must_end``: why the claim can not be taken over as it
+    is; empty: it can. ``unfinished``: its preparation never succeeded.
+    """
+
+    cdi_device_ids: dict[str, tuple[str, ...]] = msgspec.field(name="cdiDeviceIDs")
+    must_end: str = ""
+    unfinished: bool = False
+
+
 class ClaimRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     """One claim's file.
 
     ``boot`` is the machine's boot id when it was prepared: partitions do not outlive a boot. ``releasing``: unprepare
     was called, and something may be left to release. ``monitors`` are the claim's monitor devices: it holds nothing of
-    their GPUs. Earlier versions skip the field.
+    their GPUs. Earlier versions skip the field. ``adopted``: NVIDIA's DRA driver prepared the claim, so pool, names and
+    CDI spec of its devices are not ours (``coexistence.adopted_claims``).
     """
 
     version: int
@@ -112,6 +125,7 @@ class ClaimRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
     boot: str = ""
     releasing: bool = False
     monitors: tuple[MonitorRecord, ...] = ()
+    adopted: Adoption | None = None
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
@@ -141,6 +155,11 @@ class ClaimRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
         """The names of all its devices."""
         devices = (device.device for device in self.devices)
         return {*devices, *(monitor.device for monitor in self.monitors)}
+
+    @property
+    def pools(self) -> set[str]:
+        """The pools of all its devices."""
+        return {device.pool for device in self.devices} | {monitor.pool for monitor in self.monitors}
 
     @property
     def gpu_uuids(self) -> frozenset[str]:
@@ -274,12 +293,7 @@ class Checkpoint:
         if uid not in self._aside:
             return
         path = self.path(uid).with_suffix(ASIDE)
-        try:
-            path.rename(path.with_suffix(SETTLED))
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise StateError(f"can't rename {path}: {error.strerror}") from error
+        self._rename(path, path.with_suffix(SETTLED))
         self._aside.discard(uid)
 
     def records(self) -> list[ClaimRecord]:
@@ -301,12 +315,33 @@ class Checkpoint:
         self._records[record.uid] = record
 
     def remove(self, uid: str) -> None:
-        remove(self.path(uid), durable=True)
+        """Remove the record. That of an adopted claim is renamed: the other driver's file names the claim for ever."""
+        record = self._records.get(uid)
+        if record is None or record.adopted is None:
+            remove(self.path(uid), durable=True)
+        else:
+            self._rename(self.path(uid), self.path(uid).with_suffix(SETTLED))
         self._records.pop(uid, None)
+
+    def was_settled_since(self, uid: str, file: Path) -> bool:
+        """Whether the record of this claim was settled after ``file`` was written."""
+        try:
+            return self.path(uid).with_suffix(SETTLED).stat().st_mtime_ns > file.stat().st_mtime_ns
+        except OSError:
+            return False
 
     def path(self, uid: str) -> Path:
         """The file of one claim's record, whether it exists or not."""
         return self._directory / f"{uid}.json"
+
+    @staticmethod
+    def _rename(path: Path, to: Path) -> None:
+        try:
+            path.rename(to)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise StateError(f"can't rename {path}: {error.strerror}") from error
 
     def _set_aside(self, path: Path, why: Exception) -> None:
         aside = path.with_suffix(ASIDE)

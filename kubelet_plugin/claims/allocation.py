@@ -107,7 +107,10 @@ def _device(reference: ClaimReference, result: Result, pool: Pool, inventory: In
                 f"{where}: {result.device} is a monitor device, which only requests with adminAccess: true can have: "
                 "add adminAccess, or request a DeviceClass of GPUs, partitions or shares"
             )
-        raise ClaimError(f"{where}: allocated from pool {result.pool}, this node's pool is {pool.name}")
+        raise ClaimError(
+            f"{where}: allocated from pool {result.pool}, this node's pool is {pool.name}: another driver of this name "
+            "published that; delete the pod, so that the scheduler chooses again"
+        )
     device = inventory.device(result.device)
     if device is None:
         raise ClaimError(f"{where}: {_unknown(result.device, inventory)}")

@@ -41,8 +41,9 @@ class ClaimStores:
             raise HardwareError(f"{what} before the node's NVIDIA driver can be used: {missing}")
 
     def prepared(self) -> list[ClaimRecord]:
-        """The claims that were prepared in this boot: what they hold exists unless it was lost."""
-        return [record for record in self.checkpoint.records() if record.prepared_in_this_boot(self.boot)]
+        """The claims that Tessera prepared in this boot: what they hold exists unless it was lost."""
+        records = (record for record in self.checkpoint.records() if record.adopted is None)
+        return [record for record in records if record.prepared_in_this_boot(self.boot)]
 
     def recorded_device(self, entry: DeviceRecord) -> Device | None:
         """Return the device as it was allocated, even if its profile was renamed or its GPU has other shares since.
@@ -63,6 +64,11 @@ class ClaimStores:
 
     def hold_record(self, record: ClaimRecord) -> None:
         """Hold the devices of ``record`` that this node still has."""
+        if record.adopted is not None:
+            self.inventory.hold_adopted(
+                record.uid, {uuid: self._adopted_reason(record, uuid) for uuid in record.gpu_uuids}
+            )
+            return
         devices = []
         for entry in record.devices:
             device = self.recorded_device(entry)
@@ -72,6 +78,13 @@ class ClaimStores:
             extra = {"claim": str(record), "device": entry.device, "gpu": entry.gpu_uuid}
             log.error("a held device is not on this node any more", extra=extra)
         self.inventory.hold(record.reference, devices)
+
+    @staticmethod
+    def _adopted_reason(record: ClaimRecord, gpu_uuid: str) -> str:
+        names = ", ".join(entry.device for entry in record.devices if entry.gpu_uuid == gpu_uuid)
+        why = f" ({record.adopted.must_end})" if record.adopted and record.adopted.must_end else ""
+        held = f"claim {record}, which NVIDIA's DRA driver prepared, holds {names} of it{why}"
+        return f"{held}: nothing is offered until its pod ends"
 
     def hold_unrecorded(self, uid: str) -> None:
         """Hold the known devices in the CDI spec of a claim without a checkpoint record."""

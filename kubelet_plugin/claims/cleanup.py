@@ -10,6 +10,7 @@ import msgspec
 
 from driver.errors import ClaimError, RecoverableError, StateError
 from driver.model.device import Device
+from driver.model.gpu import Gpu
 from driver.model.offer import DeviceKind
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
@@ -200,7 +201,10 @@ class ClaimCleanup:
 
     def _remove_spec(self, record: ClaimRecord) -> None:
         with self._step(NodeStep.REMOVE_CDI_SPEC, claim=record):
-            self._stores.cdi.remove(record.uid)
+            if record.adopted is None:
+                self._stores.cdi.remove(record.uid)
+            else:
+                self._stores.cdi.remove_adopted(record.uid)
 
     def _restore_time_slice(self, record: ClaimRecord, uuid: str) -> None:
         gpu = self._stores.inventory.gpu(uuid)
@@ -221,4 +225,17 @@ class ClaimCleanup:
                 "started; its partition is removed once the GPU is back; where it is gone for good, delete "
                 f"{self._stores.checkpoint.path(record.uid)} and restart the plugin"
             )
-        self._partitions.remove(gpu, device)
+        if record.adopted is None or self._is_adopted_partition(record, device, gpu):
+            self._partitions.remove(gpu, device)
+
+    def _is_adopted_partition(self, record: ClaimRecord, device: DeviceRecord, gpu: Gpu) -> bool:
+        """Whether the partition at the place of ``device`` is the one that NVIDIA's driver recorded for this claim.
+
+        Without a UUID in that record it never finished; a partition without one lost its compute instance before. A
+        device that several claims have is removed with the last of them.
+        """
+        others = (other for other in self._stores.checkpoint.records() if other.uid != record.uid)
+        if any(other.adopted is not None and device.device in other.names for other in others):
+            return False
+        at_place = (item for item in self._partitions.host.partitions(gpu) if item.placement == device.placement)
+        return device.uuid is None or all(item.uuid in (None, device.uuid) for item in at_place)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from msgspec.structs import replace
 
-from driver.errors import HardwareError, RecoverableError, StateError
+from driver.errors import ClaimError, HardwareError, RecoverableError, StateError
 from driver.kube.client import KubeClient
 from driver.kube.get_and_list import list_claims, read_claim
 from driver.kube.types import Claim
@@ -23,7 +24,7 @@ from driver.model.offer import DeviceKind
 from kubelet_plugin.cdi.spec_format import CdiDevice
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
-from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord, MonitorRecord, device_record
+from kubelet_plugin.checkpoint.records import VERSION, Adoption, ClaimRecord, DeviceRecord, MonitorRecord, device_record
 from kubelet_plugin.claims.allocation import AllocatedDevice, ResolvedClaim, refuse_unusable, resolve
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.cleanup import ClaimCleanup
@@ -99,9 +100,15 @@ class Preparer:
         with stores.locks.hold([claim_key(reference.uid)], f"preparing claim {name}"):
             with self._step(NodeStep.READ_CLAIM, claim=reference):
                 claim = self._claims.read(reference.namespace, reference.name)
+            record = stores.checkpoint.get(reference.uid)
+            if record is not None and record.adopted is not None:
+                if claim.metadata.uid == record.uid and claim.results_in(stores.pool.driver, record.pools):
+                    return self._adopted_answer(record, record.adopted)
+                with stores.locks.hold(record.gpu_uuids, f"claim {name}"):
+                    self.cleanup.release(record)  # the claim was allocated anew
+                record = None
             with self._step(NodeStep.RESOLVE_ALLOCATION, claim=reference):
                 allocated = resolve(reference, claim, stores.pool, stores.inventory)
-            record = stores.checkpoint.get(reference.uid)
             gpu_uuids = {item.device.gpu.uuid for item in allocated.devices}
             if record is not None:
                 gpu_uuids |= record.gpu_uuids
@@ -122,6 +129,17 @@ class Preparer:
             PreparedDevice(entry.requests, entry.pool, entry.device, (specs.device_id(record.uid, entry.device),))
             for entry in entries
         ]
+
+    def _adopted_answer(self, record: ClaimRecord, adopted: Adoption) -> Sequence[PreparedDevice]:
+        """The answer of NVIDIA's driver, whose CDI spec the claim's running containers have."""
+        if adopted.unfinished or record.releasing:
+            raise ClaimError(f"claim {record}: {adopted.must_end or 'it is being released'}; delete the pod")
+        ids = adopted.cdi_device_ids
+        if any("/claim=" in name for name in chain(*ids.values())) and not self._stores.cdi.has_adopted(record.uid):
+            raise ClaimError(f"claim {record}: its CDI spec, of NVIDIA's DRA driver, is gone; delete the pod")
+        log.info("a prepared claim of NVIDIA's DRA driver was asked for again", extra={"claim": str(record)})
+        entries: tuple[DeviceRecord | MonitorRecord, ...] = (*record.devices, *record.monitors)
+        return [PreparedDevice(entry.requests, entry.pool, entry.device, ids[entry.device]) for entry in entries]
 
     def unprepare(self, reference: ClaimReference) -> None:
         """Release the claim's devices. Idempotent: an unknown claim counts as released.

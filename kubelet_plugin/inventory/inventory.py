@@ -85,6 +85,8 @@ class Inventory:
         self._held: dict[str, tuple[ClaimReference, tuple[Device, ...]]] = {}
         self._foreign: dict[str, ForeignPartitions] = defaultdict(ForeignPartitions)
         self._conditions: dict[str, tuple[DeviceCondition, ...]] = {}
+        self._adopted: dict[str, Mapping[str, str]] = {}
+        """By uid of a claim that NVIDIA's driver prepared, why each GPU that it holds offers nothing."""
         self._reserved: Mapping[str, str] = {}
         self._reservations_known = False
         self._switched: dict[str, MigMode] = {}
@@ -181,9 +183,10 @@ class Inventory:
         return self._numbers[gpu.uuid]
 
     def monitors(self) -> list[Monitor]:
-        """The monitor devices of the GPUs that answer and are not reserved for another driver, in order of number."""
+        """The monitor devices of the GPUs that answer and that no other driver has, in order of number."""
         with self._lock:
-            usable = [gpu for uuid, gpu in self._gpus.items() if uuid not in self._faults | self._reserved.keys()]
+            unusable = {*self._faults, *self._reserved, *self._all_adopted()}
+            usable = [gpu for uuid, gpu in self._gpus.items() if uuid not in unusable]
             return [Monitor.of(gpu, self._numbers[gpu.uuid]) for gpu in sorted(usable, key=self.number)]
 
     def monitored_gpu(self, name: str) -> Gpu | None:
@@ -204,10 +207,32 @@ class Inventory:
             new = [device for device in devices if device.name not in names and self._conflict(uid, device) is None]
             self._held[uid] = (holder, (*held, *new))
 
+    def hold_adopted(self, uid: str, reasons: Mapping[str, str]) -> None:
+        """Record that a claim under whose names nothing can be published holds GPUs (UUID -> reason); repeatable.
+
+        Nothing of these GPUs is published until ``release``: no counter of ours would subtract what the claim holds.
+        """
+        with self._lock:
+            self._adopted[uid] = dict(reasons)
+
+    def _all_adopted(self) -> dict[str, str]:
+        """Why GPUs that adopted claims hold offer nothing, by UUID. The caller holds the lock."""
+        adopted: dict[str, str] = {}
+        for reasons in self._adopted.values():
+            for uuid, reason in reasons.items():
+                adopted[uuid] = f"{adopted[uuid]}; {reason}" if uuid in adopted else reason
+        return adopted
+
+    def adopted_reason(self, gpu: Gpu) -> str | None:
+        """Which claims that NVIDIA's driver prepared hold ``gpu``, and what that means; None: none does."""
+        with self._lock:
+            return self._all_adopted().get(gpu.uuid)
+
     def release(self, uid: str) -> None:
         """Remove all devices of the claim; not an error if it holds none."""
         with self._lock:
             self._held.pop(uid, None)
+            self._adopted.pop(uid, None)
 
     def set_foreign(self, gpu: Gpu, foreign: ForeignPartitions) -> bool:
         """Set the partitions on ``gpu`` that Tessera did not create; returns whether they changed."""
@@ -234,15 +259,17 @@ class Inventory:
         return changed
 
     def is_reserved(self, gpu: Gpu) -> bool:
-        """Whether ``gpu`` must not be changed: it is reserved for another driver, or that is not known yet."""
+        """Whether ``gpu`` must not be changed: another driver or its claims have it, or that is not known yet."""
         with self._lock:
-            return not self._reservations_known or gpu.uuid in self._reserved
+            return not self._reservations_known or gpu.uuid in {*self._reserved, *self._all_adopted()}
 
     def reserved_reason(self, uid: str, gpu: Gpu) -> str | None:
         """Why ``gpu`` is reserved for another driver; None if it is not, or if the claim ``uid`` already holds it."""
         with self._lock:
             _, devices = self._held.get(uid, (None, ()))
-            return None if any(d.gpu.uuid == gpu.uuid for d in devices) else self._reserved.get(gpu.uuid)
+            if any(d.gpu.uuid == gpu.uuid for d in devices):
+                return None
+            return self._reserved.get(gpu.uuid) or (self._all_adopted().get(gpu.uuid) if self._adopted else None)
 
     @property
     def foreign(self) -> bool:
@@ -288,6 +315,8 @@ class Inventory:
         report = GpuReport(gpu, number, shares, gpu in self._sharing.only, taken)
         if gpu.uuid in self._faults:
             return replace(report, fault=self._faults[gpu.uuid], fault_kind=FaultKind.UNAVAILABLE)
+        if reason := self._all_adopted().get(gpu.uuid):
+            return replace(report, fault=reason, fault_kind=FaultKind.ADOPTED)
         if gpu.uuid in self._reserved:
             return replace(report, fault=self._reserved[gpu.uuid], fault_kind=FaultKind.RESERVED)
         for condition in self._conditions.get(gpu.uuid, ()):
@@ -306,6 +335,7 @@ class Inventory:
             names = policy.held - held.keys()
             of_names = (self._devices.get(name) or self._outdated.get(name) for name in names)
             allocated = [device for device in of_names if device is not None]
+            adopted = self._all_adopted()
             gpus = [
                 PublishableGpu(
                     gpu,
@@ -315,9 +345,10 @@ class Inventory:
                     allocated=tuple(device for device in allocated if device.gpu.uuid == uuid),
                     shares_only=gpu in self._sharing.only,
                     foreign=self._foreign[uuid],
-                    reserved=uuid in self._reserved,
+                    reserved=uuid in self._reserved or uuid in adopted,
                     fault=self._faults.get(uuid),
                     conditions=self._conditions.get(uuid, ()),
+                    adopted=uuid in adopted,
                 )
                 for uuid, gpu in self._gpus.items()
             ]

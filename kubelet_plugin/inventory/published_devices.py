@@ -88,6 +88,7 @@ class PublishableGpu:
 
     ``devices`` are all devices it could offer, ``prepared`` those of prepared claims, ``allocated`` those that are
     allocated but not prepared yet. ``reserved``: another driver owns the GPU, so none of its devices is offered.
+    ``adopted``: claims hold it under names that are not ours, so that none of its devices may be published.
     """
 
     gpu: Gpu
@@ -100,6 +101,7 @@ class PublishableGpu:
     reserved: bool
     fault: str | None
     conditions: tuple[DeviceCondition, ...]
+    adopted: bool = False
 
     def published(self, policy: PublishPolicy) -> PublishedGpu:
         """The devices to publish of this GPU; ``published_devices`` decides whether they are."""
@@ -159,6 +161,8 @@ class PublishableGpu:
 
     def is_unpublished(self, policy: PublishPolicy, published: PublishedGpu, *, node_offers: bool) -> bool:
         """Whether the slices contain nothing of ``published``; ``node_offers``: something of the node is offered."""
+        if self.adopted:
+            return True
         if any(self._needs_slice(device) for device in published.held):
             return False
         # A device that is only kept keeps others from being offered in DISJOINT mode, so the controller must see it.

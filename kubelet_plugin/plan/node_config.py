@@ -199,6 +199,8 @@ class ConfigFollower:
             devices = [*self._inventory.held_on(gpu), *(device for device in allocated if device.gpu.uuid == gpu.uuid)]
             if reason := settings.reason_against(gpu, {device.name for device in devices}):
                 raise UsageError(f"{reason}: waits for their end")
+            if (adopted := self._inventory.adopted_reason(gpu)) and not settings.manages(gpu):
+                raise UsageError(f"GPU {gpu.index} would not be managed, and {adopted}")
 
     def _allocated(self) -> list[Device]:
         """The devices that claims have by the plan, prepared or not; none if nobody keeps the plan up to date."""

@@ -112,7 +112,8 @@ class Orphans:
         """Whether the claim of ``record`` was deleted or lost its devices. Raises ApiError on doubt."""
         with accepted_status(NOT_FOUND):
             claim = self._claims.read(record.namespace, record.name, any_age=any_age)
-            if claim.metadata.uid == record.uid and self._allocated(claim) & record.names:
+            allocated = {result.device for result in claim.results_in(self._stores.pool.driver, record.pools)}
+            if claim.metadata.uid == record.uid and allocated & record.names:
                 self._gone_since.pop(record.uid, None)
                 return False
         return True

@@ -86,9 +86,8 @@ def device_statuses(
     records: Iterable[ClaimRecord], unhealthy_reason: Callable[[str], str | None] = lambda _: None
 ) -> Statuses:
     """The device status of each prepared claim, from all checkpoint records of the node and the health of devices."""
-    devices = [
-        (record.reference, device) for record in records if record.phase == "prepared" for device in record.devices
-    ]
+    prepared = (record for record in records if record.phase == "prepared" and record.adopted is None)
+    devices = [(record.reference, device) for record in prepared for device in record.devices]
     requested: dict[str, list[TimeSlice | None]] = defaultdict(list)
     for _, device in devices:
         if device.kind is DeviceKind.SHARE:

@@ -37,6 +37,8 @@ class EventReason(StrEnum):
     RECORD_MISSING = "CheckpointRecordMissing"
     RECORD_UNREADABLE = "CheckpointRecordUnreadable"
     RECORD_REBUILT = "CheckpointRecordRebuilt"
+    CLAIM_ADOPTED = "ClaimAdopted"
+    CLAIM_MUST_END = "ClaimMustEnd"
     PARTITION_FULL = "PartitionFull"
     CDI_RESTORED = "CdiDirectoryRestored"
     CDI_UNWRITABLE = "CdiDirectoryUnwritable"

@@ -50,7 +50,7 @@ from driver.kube.types import (
 )
 from driver.model.device import Monitor
 from driver.model.offer import Offer
-from driver.model.plan import OfferMode
+from driver.model.plan import FaultKind, OfferMode
 from driver.placement.ranking import Ranking
 from driver.slices.build import Content, SliceBuilder, slice_spec
 from driver.slices.slice_names import Pool
@@ -367,6 +367,7 @@ def _publishable(gpu: FleetGpu) -> PublishableGpu:
         reserved=False,
         fault=gpu.fault,
         conditions=(),
+        adopted=gpu.fault_kind is FaultKind.ADOPTED,
     )
 
 

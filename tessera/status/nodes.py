@@ -139,7 +139,7 @@ def _foreign(snapshot: StatusSnapshot) -> CheckOutput:
             f"gpu-{report.number}"
             for report in reports
             if report.foreign
-            and report.fault_kind is not FaultKind.RESERVED
+            and report.fault_kind not in {FaultKind.RESERVED, FaultKind.ADOPTED}
             and not any(gpu == f"gpu-{report.number}" and report.foreign >> start & 1 for gpu, start in starts)
         ]
         if cut:
@@ -285,12 +285,14 @@ def _published(snapshot: StatusSnapshot) -> dict[tuple[str, str], SliceDevice]:
 
 
 def _taken(snapshot: StatusSnapshot) -> dict[tuple[str, str], Claim]:
-    """The claim that holds each device, by pool and name."""
+    """The claim that holds each device, by pool and name; not those of NVIDIA's DRA driver, whose pools have the names
+    of nodes: the plan's status has what it prepared before ours took its name."""
+    nodes = {node["metadata"]["name"] for node in snapshot.nodes}
     return {
         (result.pool, result.device): claim
         for claim in snapshot.claims
         for result in claim.results
-        if result.driver == snapshot.driver and not result.admin_access
+        if result.driver == snapshot.driver and not result.admin_access and result.pool not in nodes
     }
 
 

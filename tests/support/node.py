@@ -12,6 +12,7 @@ from typing import Any
 from driver.errors import HardwareError
 from driver.hardware.host import Host
 from driver.hardware.host_paths import HostPaths, boot_id
+from driver.kube.types import Reference
 from driver.model.device import number_gpus
 from driver.model.gpu import Gpu, Partition
 from driver.simulator.description import NodeDescription, load_description
@@ -30,12 +31,14 @@ from kubelet_plugin.claims.cleanup import ClaimCleanup
 from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.preparer import Preparer
 from kubelet_plugin.claims.time_slices import TimeSlices
+from kubelet_plugin.coexistence.adopted_claims import adopt_claims
 from kubelet_plugin.inventory.inventory import UNSHARED, GpuSharing, Inventory
 from kubelet_plugin.inventory.scan import Scanner
 from kubelet_plugin.reconcile.recovery import recover
 from kubelet_plugin.settings import NodeSettings, node_settings
+from kubelet_plugin.status.events import PluginEvents
 from kubelet_plugin.step_names import Observer, StepRunner, Took
-from tests.support.claims import DRIVER, NODE, ClaimApi
+from tests.support.claims import NODE, ClaimApi
 
 
 def choosing(**flags: object) -> NodeSettings:
@@ -56,6 +59,16 @@ class KeptNodeEvents:
     def node(self, reason: str, message: str, warning: bool = True, about: str = "") -> None:
         self.told.append((reason, message))
         self.about.append(about)
+
+
+@dataclass
+class KeptEvents:
+    """``told`` gets the Events: (kind and name of what each is about, reason, message)."""
+
+    told: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def record(self, about: Reference, reason: str, message: str, _type: str, _series: str) -> None:
+        self.told.append((f"{about.kind}/{about.name}", reason, message))
 
 
 @dataclass
@@ -112,6 +125,8 @@ class NodeUnderTest:
     outcomes: RelayedOutcomes
     partitions_of_claims: Partitions
     open_host: Callable[[SimulatedNode], Host] = usual_host
+    choice: NodeSettings = EVERY_GPU_AS_FOUND
+    adoptions: list[tuple[str, str, str]] = field(default_factory=list)
 
     def partitions(self, gpu: int = 0) -> list[Partition]:
         """What is cut on the hardware."""
@@ -132,7 +147,7 @@ class NodeUnderTest:
     def restart(self, observer: Observer = unobserved, sharing: GpuSharing = UNSHARED) -> NodeUnderTest:
         """A new process on the same disk and hardware."""
         description, open_host = self.simulated.description, self.open_host
-        return start_node(self.root, self.api, observer, description, sharing=sharing, open_host=open_host)
+        return start_node(self.root, self.api, observer, description, self.choice, sharing, open_host)
 
     def nothing_left(self) -> bool:
         gpus = range(len(self.node.inventory.gpus))
@@ -164,8 +179,8 @@ def start_node(
     inventory.set_reserved({})
     scanner.discover(inventory)  # which asks for MIG mode
     paths = paths_of(simulated)
-    cdi = CdiDirectory(root / "cdi", SpecFormat(DRIVER, find_driver_files(paths, Path("/"))))
-    pool = Pool(NODE, DRIVER)
+    cdi = CdiDirectory(root / "cdi", SpecFormat(choice.driver_name, find_driver_files(paths, Path("/"))))
+    pool = Pool(NODE, choice.driver_name)
     changes: list[str] = []
     repaired: list[Callable[[ClaimRecord, str], None]] = []
     locks = KeyedLocks(timeout_seconds=5)
@@ -179,9 +194,11 @@ def start_node(
     partitions = Partitions(host, inventory, outcomes, steps, publishes_existing=choice.publish_existing)
     time_slices = TimeSlices(host, checkpoint, steps)
     preparer = Preparer(api, held, partitions, time_slices, KeptChanges(changes), tell, steps)
+    adopted = KeptEvents()
+    adopt_claims(held, choice, host.partitions, api, PluginEvents(adopted.record, NODE))
     recover(held, preparer.cleanup, steps)
     scanner.scan_partitions(inventory, inventory.gpus)
     return NodeUnderTest(
         root, simulated, host, held, preparer, preparer.cleanup, scanner, api, changes, locks, repaired, outcomes,
-        partitions, open_host,
+        partitions, open_host, choice, adopted.told,
     )  # fmt: skip

@@ -85,6 +85,7 @@ class PluginFlags:
     usage_interval: str = ""
     neighbours: str = ""
     exclude_gpus: str = ""
+    driver_name: str = ""
 
 
 class PluginProcess:
@@ -98,10 +99,11 @@ class PluginProcess:
         self.node = node
         self.flags = flags or PluginFlags()
         self.host_root = cluster.directory / f"gpus-{node.name}"
-        self.state_dir = node.kubelet_dir / "plugins" / DRIVER
+        self._driver = self.flags.driver_name or DRIVER
+        self.state_dir = node.kubelet_dir / "plugins" / self._driver
         self.log = cluster.logs_dir / f"tessera-{node.name}.log"
         self.socket = self.state_dir / "dra.sock"
-        self.registration_socket = node.kubelet_dir / "plugins_registry" / f"{DRIVER}-reg.sock"
+        self.registration_socket = node.kubelet_dir / "plugins_registry" / f"{self._driver}-reg.sock"
         self._table = ProcessTable(cluster.directory)
         self._name = f"tessera-{node.name}"
         self._mark = 0
@@ -146,6 +148,7 @@ class PluginProcess:
             "--usage-interval": self.flags.usage_interval,
             "--neighbours": self.flags.neighbours,
             "--exclude-gpus": self.flags.exclude_gpus,
+            "--driver-name": self.flags.driver_name,
         }
         pairs = [str(part) for pair in flags.items() if pair[1] for part in pair]
         return [TESSERA, "node", *pairs]
@@ -257,7 +260,7 @@ class PluginProcess:
         return found
 
     def cdi_specs(self) -> list[Path]:
-        return sorted(self.node.cdi_dir.glob(f"{DRIVER}-claim_*.json"))
+        return sorted(self.node.cdi_dir.glob(f"{self._driver}-claim_*.json"))
 
     def records(self) -> list[Path]:
         return sorted((self.state_dir / "claims").glob("*.json"))

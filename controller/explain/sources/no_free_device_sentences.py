@@ -34,6 +34,7 @@ OF_OBSTACLE = {
     Obstacle.FAULT: (ReasonCode.FAULT, "a fault keeps {} from use"),
     Obstacle.CORDONED: (ReasonCode.CORDONED, "an operator has cordoned {}"),
     Obstacle.RESERVED: (ReasonCode.DEDICATED, "another driver of the node manages {}"),
+    Obstacle.ADOPTED: (ReasonCode.HELD, "claims that NVIDIA's DRA driver prepared hold {}"),
     Obstacle.TAINTED: (ReasonCode.TAINTED, "a DeviceTaintRule taints {}, which no request of the claim tolerates"),
     Obstacle.RESET: (ReasonCode.RESET, "a reset must first give {} another MIG mode"),
     Obstacle.DEDICATED: (ReasonCode.DEDICATED, "a label or a setting keeps {} for other uses"),

@@ -32,6 +32,7 @@ class Obstacle(StrEnum):
     FAULT = "fault"
     CORDONED = "cordoned"
     RESERVED = "reserved for another driver"
+    ADOPTED = "held by claims of another driver"
     TAINTED = "tainted"
     RESET = "other MIG mode"
     DEDICATED = "kept for other uses"
@@ -41,6 +42,7 @@ class Obstacle(StrEnum):
 OF_FAULT: dict[FaultKind | None, Obstacle] = {
     FaultKind.CORDONED: Obstacle.CORDONED,
     FaultKind.RESERVED: Obstacle.RESERVED,
+    FaultKind.ADOPTED: Obstacle.ADOPTED,
 }
 """Kinds of faults that are not the GPU's own."""
 
@@ -241,7 +243,7 @@ def without(entry: FleetGpu, obstacle: Obstacle) -> FleetGpu:
     match obstacle:
         case Obstacle.CLOSED if entry.why_no_offers:
             return replace(entry, why_no_offers="")
-        case Obstacle.FAULT | Obstacle.CORDONED | Obstacle.RESERVED if entry.fault is not None:
+        case Obstacle.FAULT | Obstacle.CORDONED | Obstacle.RESERVED | Obstacle.ADOPTED if entry.fault is not None:
             return replace(entry, fault=None, fault_kind=None)
         case Obstacle.TAINTED if entry.tainted:
             return replace(entry, tainted=())

@@ -137,15 +137,21 @@ def test_a_selector_that_fails_on_other_devices_must_be_corrected_besides() -> N
     assert [each.text.endswith(besides) for each in only.changes] == [True]
 
 
-def test_no_repair_is_proposed_for_a_gpu_of_another_driver() -> None:
-    found = MapCluster().gpu("n", 0, fault="the device plugin of NVIDIA allocates it", fault_kind=FaultKind.RESERVED)
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (FaultKind.RESERVED, "gpu-0 of n were left to Tessera by the other driver of the node (docs/soundness.md)"),
+        (FaultKind.ADOPTED, "the claims that NVIDIA's DRA driver prepared on gpu-0 of n ended"),
+    ],
+)
+def test_no_repair_is_proposed_for_a_gpu_of_another_driver(kind: FaultKind, change: str) -> None:
+    found = MapCluster().gpu("n", 0, fault="the device plugin of NVIDIA allocates it", fault_kind=kind)
     found.situation.claim("claim", request(selector=FULL))
     add_pod(found, "pod")
     [only] = explained(found, "pod")
-    assert [change.text for change in only.changes if change.kind == "reserved"] == [
-        "gpu-0 of n were left to Tessera by the other driver of the node (docs/soundness.md)"
-    ]
-    assert "fault" not in {change.kind for change in only.changes}
+    texts = {found.kind: found.text for found in only.changes}
+    assert texts[kind.value.lower()] == change
+    assert "fault" not in texts
 
 
 def unprepared(

@@ -212,6 +212,17 @@ def test_a_gpu_stays_managed_while_a_claim_has_a_device_of_it(configured: Config
     assert configured.follow() == [NodeChange.SETTINGS]
 
 
+def test_a_gpu_stays_managed_while_a_claim_that_nvidias_driver_prepared_holds_it(configured: ConfiguredNode) -> None:
+    inventory = configured.node.node.inventory
+    inventory.hold_adopted("uid", {inventory.gpus[0].uuid: "claim default/old holds it until its pod ends"})
+    configured.edit(excludeGpus="0")
+    configured.allowed = NodeConfig("", {"exclude_gpus": "0"}).revision
+    assert configured.follow() == []
+    assert "would not be managed, and claim default/old holds it" in configured.follower.status.error
+    inventory.release("uid")
+    assert configured.follow() == [NodeChange.SETTINGS]
+
+
 def test_a_gpu_stays_managed_while_a_claim_that_is_not_prepared_yet_has_a_device_of_it(
     configured: ConfiguredNode,
 ) -> None:

@@ -735,8 +735,15 @@ def test_a_pod_with_a_shared_claim_is_told_of_its_other_claims_only() -> None:
     assert "no single node could also provide what else its pod requests: claim other (on b);" in of_second.sentence
 
 
-def test_a_gpu_of_another_driver_has_no_fault() -> None:
+@pytest.mark.parametrize(
+    ("kind", "code", "text"),
+    [
+        (FaultKind.RESERVED, ReasonCode.DEDICATED, "another driver of the node manages it"),
+        (FaultKind.ADOPTED, ReasonCode.HELD, "claims that NVIDIA's DRA driver prepared hold it"),
+    ],
+)
+def test_a_gpu_of_another_driver_has_no_fault(kind: FaultKind, code: ReasonCode, text: str) -> None:
     fault = "the device plugin of NVIDIA allocates it"
-    gpu = fleet_gpu("a", 0, fault=fault, fault_kind=FaultKind.RESERVED)
+    gpu = fleet_gpu("a", 0, fault=fault, fault_kind=kind)
     there = Situation([gpu]).wants(request(selector=FULL))
-    told(there, ReasonCode.DEDICATED, f"another driver of the node manages it: gpu-0 of a ({fault})")
+    told(there, code, f"{text}: gpu-0 of a ({fault})")
