@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from driver.config.flag_values import DEFAULT_DRIVER
+from driver.config.flag_values import DEFAULT_DRIVER, NVIDIA_DRIVER
 from driver.config.libyaml_loader import YamlLoader, read_yaml
 
 FULL_GPU, ANY_PARTITION, SHARE_OF_GPU, MONITORS = "gpu-training", "gpu-inference", "gpu-dev", "gpu-monitor"
@@ -29,6 +29,8 @@ def chart_classes(driver: str = DEFAULT_DRIVER) -> list[dict[str, Any]]:
     names = profile_classes()
     for profile, cards in _cards_by_profile().items():
         texts.append(template.replace("NAME", names[profile]).replace("PROFILE", profile).replace("CARDS", cards))
+    if driver == NVIDIA_DRIVER:  # full GPUs of NVIDIA's DRA driver have no profile
+        texts = [text.replace("].profile ==", '].?profile.orValue("") ==') for text in texts]
     # The API group of the parameters has the same name as the default driver and stays.
     rendered = (
         text.replace(f'"{DEFAULT_DRIVER}"', f'"{driver}"').replace(f"driver: {DEFAULT_DRIVER}\n", f"driver: {driver}\n")

@@ -134,6 +134,11 @@ def _pod(pod: Pod, resources: list[str]) -> PodOfPlugin:
 def _claim(claim: Claim, pool: str, reason: str | None) -> ClaimOfOther:
     devices = [result.device for result in claim.results_in(NVIDIA_DRIVER, (pool,))]
     outcome = "adopted" if reason is None else f"must end first: {reason}"
+    if reason is None and any("-mig-" in device for device in devices):
+        outcome += (
+            ", and its partition removed at its end; one that an administrator made stays with existingPartitions"
+        )
+        outcome += "=publish for this node"
     return ClaimOfOther(str(claim.metadata.key), devices, [pod.name for pod in claim.pod_consumers], outcome)
 
 

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.decision.hardware_labels import OWN
+from deviceclasses.cel.engine import compile_selector, from_slice_device
 from deviceclasses.chart_classes import chart_classes
 from tessera.cli import main
 from tests.support.chart import (
@@ -457,6 +458,17 @@ class TestAnotherDriver:
         assert CliRunner().invoke(main, lint).output == f"{len(CLASSES)} objects checked, nothing found\n"
         file.write_text(file.read_text().replace("].type ==", "].typ =="))
         assert CliRunner().invoke(main, lint).output.endswith("5 findings\n")
+
+    def test_has_classes_that_a_full_gpu_of_nvidias_own_driver_does_not_stop(self) -> None:
+        """It has no attribute profile; an error in a selector would end the scheduling of every pod with that class."""
+        attributes = {"type": {"string": "gpu"}, "uuid": {"string": "GPU-1"}, "productName": {"string": "NVIDIA H100"}}
+        device = from_slice_device(OTHER, {"name": "gpu-0", "attributes": attributes})
+        classes = of_kind("DeviceClass", rendered({"driverName": OTHER}))
+        assert {item["metadata"]["name"]: item for item in chart_classes(OTHER)} == classes
+        for name, device_class in classes.items():
+            [selector] = device_class["spec"]["selectors"]
+            verdict = compile_selector(selector["cel"]["expression"]).verdict(device)
+            assert verdict is (name == "gpu-training"), name
 
     @pytest.mark.long
     @given(st.from_regex(r"[a-z]([-a-z0-9]{0,8}[a-z0-9])?(\.[a-z0-9]{1,8}){0,3}", fullmatch=True))
