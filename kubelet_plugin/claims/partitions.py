@@ -184,8 +184,9 @@ class Partitions:
                 raise explained from error
             self._outcomes.change_succeeded(gpu, GpuChange.SWITCH)
             log.info("switched MIG mode", extra={"gpu": gpu.uuid, "mode": "on" if enabled else "off"})
-        if gpu.mig_mode.in_force != enabled:
-            self._inventory.set_mig_mode(gpu, MigMode.ENABLED if enabled else MigMode.DISABLED)
+        elif gpu.mig_mode.in_force == enabled:
+            return
+        self._inventory.set_mig_mode(gpu, MigMode.ENABLED if enabled else MigMode.DISABLED)
 
     def _with_lsof_hint(self, gpu: Gpu, partition: Partition | None, error: HardwareError) -> HardwareError:
         """``error``, with the command that finds the process if one is in the way."""
