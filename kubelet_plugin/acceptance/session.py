@@ -18,7 +18,7 @@ from typing import Protocol
 import grpc
 import msgspec
 
-from driver.errors import RecoverableError, UsageError
+from driver.errors import HardwareError, RecoverableError, UsageError
 from driver.hardware.capture import Description
 from driver.model.gpu import Gpu
 from kubelet_plugin.acceptance.protocol import (
@@ -46,6 +46,9 @@ log = logging.getLogger(__name__)
 
 IDLE = "idle"
 """The step that waits until nothing of the GPU is held or offered."""
+
+DESCRIPTION = "description"
+"""The step that is shown if the node can't be described."""
 
 CHECK_INTERVAL_SECONDS = 0.25
 
@@ -94,7 +97,11 @@ class AcceptanceTest:
             finally:
                 self.health.cordon_for_test(tested.gpu, None)
                 log.info("the acceptance test has ended", extra={"gpu": tested.gpu.uuid})
-        yield AcceptanceMessage(node=self._description(tested))
+        try:
+            message = AcceptanceMessage(node=self._description(tested))
+        except RecoverableError as error:
+            message = _ended(tested, DESCRIPTION, StepState.FAILED, str(error))
+        yield message
 
     def _gpu(self, request: AcceptanceRequest) -> Gpu:
         inventory = self.rehearsals.stores.inventory
@@ -104,28 +111,31 @@ class AcceptanceTest:
             if gpu is None:
                 raise UsageError(f"GPU {request.gpu!r} is not on this node; expected a UUID or {', '.join(named)}")
             return gpu
-        idle = (gpu for gpu in named.values() if request.read_only or not inventory.held_on(gpu))
+        usable = (gpu for gpu in named.values() if inventory.fault(gpu) is None and not inventory.is_reserved(gpu))
+        idle = (gpu for gpu in usable if request.read_only or not self.use.claimed_devices(gpu))
         chosen = next(idle, None)
         if chosen is None:
-            raise UsageError("claims hold something of every GPU; name the GPU to wait for, and set --wait")
+            raise UsageError("claims hold something of every usable GPU; name the GPU to wait for, and set --wait")
         return chosen
 
     def _change(self, tested: TestedGpu, request: AcceptanceRequest, ended: threading.Event) -> Messages:
         gpu, host = tested.gpu, tested.host
+        steps = {**CHANGING_STEPS, **({KILLED_PLUGIN: killed_plugin} if request.kill_plugin else {})}
         reason = yield from self._wait_until_idle(tested, request.wait_seconds, ended)
-        if reason is None:
-            with self.rehearsals.stores.locks.hold([gpu.uuid], tested.reference.name):
-                reason = self._reason_not_to_change(gpu)
-                if reason is None:
-                    yield _ended(tested, IDLE, StepState.PASSED, "nothing of the GPU is held or offered")
-                    was_enabled = host.mig_enabled(gpu)
-                    try:
-                        for name, step in CHANGING_STEPS.items():
-                            yield from _run(name, step, tested)
-                        if request.kill_plugin:
-                            yield from _run(KILLED_PLUGIN, killed_plugin, tested)
-                    finally:
-                        self._restore_mig_mode(gpu, enabled=was_enabled)
+        try:
+            if reason is None:
+                with self.rehearsals.stores.locks.hold([gpu.uuid], tested.reference.name):
+                    reason, was_enabled = self._reason_not_to_change(gpu), host.mig_enabled(gpu)
+                    if reason is None:
+                        yield _ended(tested, IDLE, StepState.PASSED, "nothing of the GPU is held or offered")
+                        try:
+                            for name, step in steps.items():
+                                if not tested.has_leftovers:
+                                    yield from _run(name, step, tested)
+                        finally:
+                            self._restore_mig_mode(gpu, enabled=was_enabled)
+        except RecoverableError as error:  # of the lock, or of the MIG mode
+            reason = str(error)
         if reason is not None:
             yield _ended(tested, IDLE, StepState.FAILED, reason)
 
@@ -178,6 +188,8 @@ class AcceptanceTest:
         inventory = self.rehearsals.stores.inventory
         product = tested.gpu.product_name
         gpus = [gpu for gpu in inventory.gpus if gpu.product_name == product and inventory.fault(gpu) is None]
+        if not gpus:
+            raise HardwareError(f"no {product} of this node can be used: {inventory.fault(tested.gpu)}")
         description = tested.host.describe(gpus)
         for profile in description["productFacts"]["profiles"]:
             measured = {start: tested.memory.get((profile["id"], start)) for start in profile["starts"]}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from driver.errors import RecoverableError
+from driver.errors import RecoverableError, StateError
 from driver.model.device import Device
 from driver.model.gpu_settings import TimeSlice
 from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, device_record
@@ -31,8 +31,13 @@ class Rehearsals:
     def recorded(
         self, reference: ClaimReference, device: Device, time_slice: TimeSlice | None = None
     ) -> Iterator[ClaimRecord]:
-        """Record ``device`` for the block, and undo afterwards what the block has made of it."""
+        """Record ``device`` for the block, and undo afterwards what the block has made of it.
+
+        What can't be undone keeps its record, for ClaimReconciler; until then ``reference`` records nothing else.
+        """
         stores = self.stores
+        if stores.checkpoint.get(reference.uid) is not None:
+            raise StateError(f"what {reference.name} made before could not be removed yet")
         number = stores.inventory.number(device.gpu)
         device_entry = device_record(device, stores.pool.name, (), number, time_slice=time_slice)
         record = ClaimRecord(
@@ -41,10 +46,6 @@ class Rehearsals:
         stores.inventory.hold(reference, [device])
         try:
             stores.checkpoint.put(record)
-        except RecoverableError:
-            stores.inventory.release(reference.uid)
-            raise
-        try:
             yield record
         except RecoverableError:
             self._cleanup.undo(record)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pynvml
 import pytest
 
-from driver.errors import UsageError
+from driver.errors import HardwareError, StateError, UsageError
+from driver.model.gpu import MigMode
 from driver.simulator.description import parse_description
 from kubelet_plugin.acceptance.protocol import StepState
 from kubelet_plugin.step_names import NodeStep
@@ -114,8 +119,10 @@ def test_the_test_waits_for_a_claim_that_ends_in_time(h100: AcceptanceNode) -> N
 
 
 def test_without_a_name_the_first_idle_gpu_is_tested(h100: AcceptanceNode) -> None:
-    h100.node.preparer.prepare(h100.node.api.allocate("running", "gpu-0"))
-    assert {step.gpu for step in h100.steps().values()} == {"gpu-1"}
+    inventory = h100.node.node.inventory
+    h100.use.claimed[inventory.gpus[0].uuid] = {"gpu-0"}
+    inventory.update([gpu for gpu in inventory.gpus if gpu.index != 1], {inventory.gpus[1].uuid: "lost"})
+    assert {step.gpu for step in h100.steps().values()} == {"gpu-2"}
 
 
 def test_a_name_of_no_gpu_is_answered_with_those_that_there_are(h100: AcceptanceNode) -> None:
@@ -131,6 +138,105 @@ def test_a_gpu_that_refuses_cuts_fails_the_step_and_offers_nothing_more(h100: Ac
     assert "UNKNOWN" in step.detail
     assert h100.health.unhealthy() == {"gpu-0"}
     assert h100.node.nothing_left()
+
+
+def test_a_partition_that_refuses_its_removal_ends_the_test_and_is_removed_later(h100: AcceptanceNode) -> None:
+    h100.node.simulated.faults.fail(DESTROY, code=pynvml.NVML_ERROR_IN_USE, gpu=0, times=1)
+    steps = h100.steps("gpu-0")
+    assert steps["every-partition"].state is FAILED
+    assert "0 of 25 placements were cut and removed; removing GPU instance" in steps["every-partition"].detail
+    assert len(h100.node.partitions()) == 1
+    assert h100.steps("gpu-0")["idle"].state is FAILED
+    assert h100.cordoned() == set()
+    [record] = h100.node.node.checkpoint.records()
+    assert h100.node.cleanup.finish_release(record.uid)
+    assert h100.node.nothing_left()
+    assert h100.steps("gpu-0")["every-partition"].state is PASSED
+
+
+def test_a_time_slice_that_cannot_be_restored_ends_the_test_and_is_restored_later(tmp_path: Path) -> None:
+    def refuse(at: NodeStep, when: str) -> None:
+        if armed and (at, when) == (NodeStep.RESTORE_TIME_SLICE, "before"):
+            raise HardwareError("nvidia-smi does not answer")
+
+    armed = True
+    node = AcceptanceNode(tmp_path, observer=refuse)
+    steps = node.steps("gpu-0")
+    assert (steps["time-slice"].state, "every-partition" in steps) == (FAILED, False)
+    armed = False
+    [record] = node.node.node.checkpoint.records()
+    assert node.node.cleanup.finish_release(record.uid)
+    assert node.node.simulated.gpu_state(0).time_slice == 0
+
+
+def test_on_a_full_disk_nothing_is_cut_and_no_record_stays(
+    h100: AcceptanceNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_arguments: object, **_options: object) -> None:
+        raise StateError("No space left on device")
+
+    monkeypatch.setattr("kubelet_plugin.checkpoint.records.write_atomically", full)
+    steps = h100.steps("gpu-0")
+    assert "0 of 25 placements were cut and removed; No space left" in steps["every-partition"].detail
+    assert h100.node.nothing_left()
+    assert h100.node.node.checkpoint.records() == []
+
+
+def test_a_switched_mig_mode_is_published_as_it_is_after_the_test(h100: AcceptanceNode) -> None:
+    h100.steps("gpu-0")
+    assert {report.gpu.mig_mode for report in h100.node.node.inventory.states()} == {MigMode.DISABLED}
+
+
+def test_a_gpu_that_is_lost_during_the_test_shows_in_its_steps(tmp_path: Path) -> None:
+    def lose(at: NodeStep, when: str) -> None:
+        if (at, when) == (NodeStep.DESTROY_GPU_INSTANCE, "before"):
+            node.node.simulated.faults.lose_gpu(0)
+
+    node = AcceptanceNode(tmp_path, "h100-1", observer=lose)
+    steps = node.steps("gpu-0")
+    assert {name for name, step in steps.items() if step.state is FAILED} == {"every-partition", "description"}
+    assert node.cordoned() == set()
+    node.node.simulated.faults.clear()
+    assert node.health.restart().node.nothing_left()
+
+
+def test_a_gpu_that_did_not_answer_can_be_read_but_not_described(tmp_path: Path) -> None:
+    node = AcceptanceNode(tmp_path, "h100-1")
+    node.node.node.inventory.update([], {node.node.node.inventory.gpus[0].uuid: "it fell off the bus"})
+    step = node.steps("gpu-0", read_only=True)["description"]
+    assert (step.state, "it fell off the bus" in step.detail) == (FAILED, True)
+
+
+def test_a_gpu_that_another_claim_keeps_locked_is_left_alone(
+    h100: AcceptanceNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(h100.node.locks, "_timeout_seconds", 0.1)
+    with h100.node.locks.hold([h100.node.node.inventory.gpus[0].uuid], "claim ns/other"):
+        step = h100.steps("gpu-0")["idle"]
+    assert (step.state, "is in use by claim ns/other" in step.detail) == (FAILED, True)
+
+
+IN_A_CONTAINER = """
+import sys
+from pathlib import Path
+from kubelet_plugin.acceptance.protocol import AcceptanceRequest
+from tests.support.acceptance import AcceptanceNode
+node = AcceptanceNode(Path(sys.argv[1]))
+for message in node.test.run(AcceptanceRequest("gpu-0", False, 0.0, True), node.ended):
+    pass
+"""
+
+
+def test_a_plugin_that_is_the_first_process_of_its_container_can_kill_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    container = ["unshare", "--pid", "--fork", *(["--user", "--map-root-user"] if os.geteuid() else [])]
+    if subprocess.run([*container, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this system makes no PID namespaces")
+    ended = subprocess.run([*container, sys.executable, "-c", IN_A_CONTAINER, str(tmp_path)], check=False, timeout=60)
+    assert ended.returncode == 128 + signal.SIGKILL
+    assert AcceptanceNode(tmp_path).node.nothing_left()
+    assert "released what was left of a claim" in caplog.text
 
 
 def test_a_property_that_has_changed_since_it_was_published_is_named(h100: AcceptanceNode) -> None:
