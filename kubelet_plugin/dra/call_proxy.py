@@ -29,7 +29,7 @@ HEALTH_STREAMS = frozenset(
     for _, messages in health_service.VERSIONS
 )
 
-STREAM_METHODS = HEALTH_STREAMS | {f"/{protocol.SERVICE}/{protocol.METHOD}"}
+TEST = f"/{protocol.SERVICE}/{protocol.METHOD}"
 
 FORWARDED = (("tessera-passed-on", "1"),)
 """Metadata of a call that another process has forwarded."""
@@ -76,8 +76,10 @@ class CallProxy(grpc.GenericRpcHandler):  # type: ignore[misc]
         """Return the handler of a method, as gRPC requires; requests and answers stay bytes here."""
         if details.method in CALLS:
             return grpc.unary_unary_rpc_method_handler(lambda *call: self._call(details, *call))
-        if details.method in STREAM_METHODS:
+        if details.method in HEALTH_STREAMS:
             return grpc.unary_stream_rpc_method_handler(lambda *call: self._stream(details, *call))
+        if details.method == TEST:
+            return grpc.unary_stream_rpc_method_handler(lambda *call: self._test(details, *call))
         return None
 
     def _call(self, details: Any, request: bytes, context: grpc.ServicerContext) -> bytes:
@@ -149,6 +151,17 @@ class CallProxy(grpc.GenericRpcHandler):  # type: ignore[misc]
                 yield handler.response_serializer(message)
             if self._inner is inner:
                 return  # the plugin has ended it
+
+    def _test(self, details: Any, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Start a test now, once, and only here: one that waits for another instance would begin unasked."""
+        inner = self._inner
+        if inner is None:
+            _refuse(context, grpc.StatusCode.UNAVAILABLE, "no node plugin is active at this socket; try again")
+        handler = _handler(inner, details)
+        if handler is None:
+            _refuse(context, grpc.StatusCode.UNIMPLEMENTED, "the node plugin can't test GPUs at present")
+        for message in handler.unary_stream(handler.request_deserializer(request), context):
+            yield handler.response_serializer(message)
 
     def _wake(self) -> None:
         with self._changed:

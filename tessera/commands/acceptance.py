@@ -188,7 +188,10 @@ class RunningTest:
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                 raise FatalError(error.details()) from error
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise FatalError("the node plugin that runs is of an earlier version, without this test") from error
+                raise FatalError(
+                    "the node plugin can't test GPUs: it waits for the NVIDIA driver, or is of an earlier version; see "
+                    "its log"
+                ) from error
             raise EnvironmentFault(f"the node plugin does not answer at {self._socket}: {error.details()}") from error
 
 

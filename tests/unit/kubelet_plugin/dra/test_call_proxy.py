@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import grpc
 import pytest
 
-from kubelet_plugin.dra.call_proxy import CALLS, CallProxy, connect
+from kubelet_plugin.dra.call_proxy import CALLS, TEST, CallProxy, connect
 from kubelet_plugin.dra.kubelet_sockets import SocketServer
 from tests.harness.waiting import wait_for
 
@@ -70,3 +71,42 @@ def test_as_many_calls_as_there_are_threads_survive_that_the_node_changes_hands(
         new.owner, old.owner = None, new.path
         new.proxy.open([Plugin(b"new")])
         assert [answer.result() for answer in answers] == [b"new"] * THREADS
+
+
+class LongTest(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Says that a test has begun, and ends it once it may."""
+
+    def __init__(self) -> None:
+        self.may_end = Event()
+
+    def service(self, _details: Any) -> Any:
+        return grpc.unary_stream_rpc_method_handler(self._test, bytes, bytes)
+
+    def _test(self, _request: bytes, _context: grpc.ServicerContext) -> Iterator[bytes]:
+        yield b"begun"
+        self.may_end.wait(SOON_S)
+        yield b"ended"
+
+
+def test_a_test_that_ends_during_a_hand_over_is_not_started_again(processes: tuple[Process, Process]) -> None:
+    old, tester = processes[0], LongTest()
+    old.proxy.open([tester])
+    with connect(old.path) as channel:
+        messages = channel.unary_stream(TEST)(b"", timeout=SOON_S)
+        assert next(messages) == b"begun"
+        assert old.proxy.drain(SOON_S)
+        tester.may_end.set()
+        assert list(messages) == [b"ended"]
+
+
+@pytest.mark.parametrize(
+    ("handlers", "code"), [(None, grpc.StatusCode.UNAVAILABLE), ([], grpc.StatusCode.UNIMPLEMENTED)]
+)
+def test_an_instance_that_cannot_test_refuses_it_at_once(
+    processes: tuple[Process, Process], handlers: list[grpc.GenericRpcHandler] | None, code: grpc.StatusCode
+) -> None:
+    if handlers is not None:
+        processes[0].proxy.open(handlers)
+    with connect(processes[0].path) as channel, pytest.raises(grpc.RpcError) as refused:
+        list(channel.unary_stream(TEST)(b"", timeout=SOON_S))
+    assert refused.value.code() is code
