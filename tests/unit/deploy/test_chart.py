@@ -753,6 +753,29 @@ def test_the_job_that_tests_a_gpu_has_what_its_values_say_and_no_rights(
 
 
 @pytest.mark.parametrize(
+    "values",
+    [
+        {"image": {"tag": "9.9.9"}},
+        {"nodePlugin": {"stateDir": "/var/lib/other"}},
+        {"nodePlugin": {"tolerations": [{"key": "gpu", "operator": "Exists"}]}},
+        {"imagePullSecrets": [{"name": "registry"}]},
+        {"controller": {"replicas": 1}},
+    ],
+)
+def test_an_upgrade_with_other_values_never_changes_a_job_that_tests_a_gpu(values: Values) -> None:
+    acceptance = {"acceptance": {"node": "n1", "container": True}}
+    jobs = [
+        next(item for item in rendered(given) if item["kind"] == "Job" and "acceptance" in item["metadata"]["name"])
+        for given in (acceptance, acceptance | values)
+    ]
+    names, templates = (
+        {json.dumps(value) for value in parts}
+        for parts in zip(*((job["metadata"]["name"], job["spec"]["template"]) for job in jobs), strict=True)
+    )
+    assert len(names) == len(templates)
+
+
+@pytest.mark.parametrize(
     ("values", "told"),
     [
         pytest.param(None, "No such file or directory", id="no file"),
