@@ -72,7 +72,10 @@ def node_configs(content: object) -> str | None:
     if not isinstance(content, Mapping):
         return None
     if "kind" not in content and "nodeConfigs" in content:
-        return json.dumps(content["nodeConfigs"] or [], default=str)
+        try:
+            return json.dumps(content["nodeConfigs"] or [], default=str)
+        except (TypeError, ValueError, RecursionError) as error:  # a date as a key, an alias of itself
+            return json.dumps(str(error))
     metadata, data = content.get("metadata"), content.get("data")
     is_named = isinstance(metadata, Mapping) and metadata.get("name") == NODE_CONFIGS
     if text(content, "kind") == "ConfigMap" and is_named and isinstance(data, Mapping):

@@ -763,10 +763,10 @@ def test_the_job_that_tests_a_gpu_has_what_its_values_say_and_no_rights(
     ],
 )
 def test_an_upgrade_with_other_values_never_changes_a_job_that_tests_a_gpu(values: Values) -> None:
-    acceptance = {"acceptance": {"node": "n1", "container": True}}
+    acceptance: dict[str, Any] = {"acceptance": {"node": "n1", "container": True}}
     jobs = [
         next(item for item in rendered(given) if item["kind"] == "Job" and "acceptance" in item["metadata"]["name"])
-        for given in (acceptance, acceptance | values)
+        for given in (acceptance, {**acceptance, **values})
     ]
     names, templates = (
         {json.dumps(value) for value in parts}

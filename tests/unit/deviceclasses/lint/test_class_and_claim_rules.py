@@ -352,6 +352,12 @@ def test_settings_by_node_are_checked_like_the_node_plugin_reads_them(content: o
     assert "another configuration has that name" in found["nodeConfigs[1].name"]
 
 
+@pytest.mark.parametrize("text", ["nodeConfigs: [{2026-01-01: x}]", "nodeConfigs: &it [*it]"], ids=["a date", "itself"])
+def test_settings_by_node_that_are_no_json_are_a_finding(text: str) -> None:
+    answer = run("-", "-o", "json", given=text)
+    assert (answer.exit_code, [finding["path"] for finding in json.loads(answer.output)]) == (1, ["nodeConfigs"])
+
+
 @pytest.mark.parametrize("content", [{"nodeConfigs": None}, {"nodeConfigs": []}, {"nodeConfigs": [{"name": "a"}]}])
 def test_right_settings_by_node_are_nothing_to_report(content: object) -> None:
     answer = run("-", given=yaml.safe_dump(content))
