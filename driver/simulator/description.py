@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 import msgspec
+import pynvml
 import yaml
 from msgspec import Meta
 
@@ -256,6 +257,9 @@ def _product_errors(facts: object) -> Iterator[str]:
     except msgspec.ValidationError as error:
         yield f"productFacts: {error}"
         return
+    for name, constant in (("brand", product.brand_constant), ("architecture", product.architecture_constant)):
+        if not hasattr(pynvml, constant):
+            yield f"productFacts.{name}: {getattr(product, name)!r} is unknown: NVML has no {constant}"
     for index, profile in enumerate(product.profiles):
         if not profile.starts or min(profile.starts) < 0 or max(profile.starts) + profile.size > product.memory_slices:
             yield (

@@ -190,13 +190,12 @@ class DeviceCalls(NvmlSession):
     @simulated
     def nvmlDeviceGetBrand(self, handle: Any) -> int:
         self.device(handle)
-        return int(getattr(pynvml, f"NVML_BRAND_{self.machine.product.brand}"))
+        return int(getattr(pynvml, self.machine.product.brand_constant))
 
     @simulated
     def nvmlDeviceGetArchitecture(self, device: Any) -> int:
         self.device(device)
-        name = self.machine.product.architecture.partition(" ")[0].upper()  # Ada Lovelace is ADA
-        return int(getattr(pynvml, f"NVML_DEVICE_ARCH_{name}"))
+        return int(getattr(pynvml, self.machine.product.architecture_constant))
 
     @simulated
     def nvmlDeviceGetCudaComputeCapability(self, handle: Any) -> tuple[int, int]:

@@ -22,11 +22,14 @@ from msgspec import Meta
 Count = Annotated[int, Meta(ge=1, le=64)]
 """A number of instances or memory slices, which bounds loops: it may come from a file of a user."""
 
+ProfileName = Annotated[str, Meta(pattern=r"^[0-9a-z.+-]{1,63}$")]
+"""A profile's name; NVML has 96 bytes for it, and the names of devices are made of it."""
+
 
 class ProductProfile(msgspec.Struct, frozen=True, eq=False, rename="camel"):
     """One GPU-instance profile. ``id`` is what create calls take, ``enum`` the index of profile-info calls."""
 
-    name: str
+    name: ProfileName
     id: int
     enum: int
     slices: int
@@ -80,6 +83,14 @@ class Product(msgspec.Struct, frozen=True, eq=False, rename="camel", dict=True):
     memory_slices: Count
     profiles: tuple[ProductProfile, ...]
     estimates: tuple[str, ...]
+
+    @property
+    def brand_constant(self) -> str:
+        return f"NVML_BRAND_{self.brand}"
+
+    @property
+    def architecture_constant(self) -> str:
+        return f"NVML_DEVICE_ARCH_{self.architecture.partition(' ')[0].upper()}"  # Ada Lovelace is ADA
 
     @cached_property
     def by_id(self) -> dict[int, ProductProfile]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from driver.errors import UsageError
 from driver.hardware.host import Host
 from driver.hardware.pci_distance import find_nics, place_of
 from driver.model.gpu import Gpu
-from driver.simulator.description import known_names, load_description
+from driver.simulator.description import known_names, load_description, parse_description
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.latency import ZERO_LATENCY
 from tests.support.node import usual_host
@@ -52,3 +54,25 @@ def test_a_capture_has_no_serial_numbers_and_no_uuids(name: str, tmp_path: Path)
     secrets = {gpu.uuid.removeprefix("GPU-") for gpu in gpus}
     secrets |= {gpu.fabric_clique.partition(".")[0] for gpu in gpus if gpu.fabric_clique}
     assert not [secret for secret in secrets if secret in text]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("brand", "TESLLA", "productFacts.brand: 'TESLLA' is unknown: NVML has no NVML_BRAND_TESLLA"),
+        ("architecture", "Hoper", "productFacts.architecture: 'Hoper' is unknown: NVML has no NVML_DEVICE_ARCH_HOPER"),
+        ("memorySlices", 65, "productFacts: Expected `int` <= 64 - at `$.memorySlices`"),
+        ("profiles.name", "x" * 300, "productFacts: Expected `str` matching regex"),
+        ("profiles.starts", [8], "productFacts.profiles[0]: 1g.10gb has the starts [8]"),
+    ],
+)
+def test_a_product_that_cannot_be_simulated_is_refused_by_field(
+    field: str, value: object, says: str, tmp_path: Path
+) -> None:
+    host, gpus = opened("h100-1", tmp_path)
+    node = host.describe(gpus)
+    facts = node["productFacts"]
+    place, _, name = field.rpartition(".")
+    (facts[place][0] if place else facts)[name] = value
+    with pytest.raises(UsageError, match=re.escape(says)):
+        parse_description(node, "node.yaml")
