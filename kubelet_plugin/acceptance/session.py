@@ -97,11 +97,7 @@ class AcceptanceTest:
             finally:
                 self.health.cordon_for_test(tested.gpu, None)
                 log.info("the acceptance test has ended", extra={"gpu": tested.gpu.uuid})
-        try:
-            message = AcceptanceMessage(node=self._description(tested))
-        except RecoverableError as error:
-            message = _ended(tested, DESCRIPTION, StepState.FAILED, str(error))
-        yield message
+        yield self._described(tested)
 
     def _gpu(self, request: AcceptanceRequest) -> Gpu:
         inventory = self.rehearsals.stores.inventory
@@ -112,8 +108,8 @@ class AcceptanceTest:
                 raise UsageError(f"GPU {request.gpu!r} is not on this node; expected a UUID or {', '.join(named)}")
             return gpu
         usable = (gpu for gpu in named.values() if inventory.fault(gpu) is None and not inventory.is_reserved(gpu))
-        idle = (gpu for gpu in usable if request.read_only or not self.use.claimed_devices(gpu))
-        chosen = next(idle, None)
+        idle = (gpu for gpu in usable if not self.use.claimed_devices(gpu))
+        chosen = next(iter(named.values()) if request.read_only else idle, None)
         if chosen is None:
             raise UsageError("claims hold something of every usable GPU; name the GPU to wait for, and set --wait")
         return chosen
@@ -130,8 +126,11 @@ class AcceptanceTest:
                         yield _ended(tested, IDLE, StepState.PASSED, "nothing of the GPU is held or offered")
                         try:
                             for name, step in steps.items():
-                                if not tested.has_leftovers:
-                                    yield from _run(name, step, tested)
+                                if tested.has_leftovers:
+                                    break
+                                if name == KILLED_PLUGIN:
+                                    yield self._described(tested)
+                                yield from _run(name, step, tested)
                         finally:
                             self._restore_mig_mode(gpu, enabled=was_enabled)
         except RecoverableError as error:  # of the lock, or of the MIG mode
@@ -182,6 +181,12 @@ class AcceptanceTest:
         except RecoverableError as error:
             return str(error)
         return None
+
+    def _described(self, tested: TestedGpu) -> AcceptanceMessage:
+        try:
+            return AcceptanceMessage(node=self._description(tested))
+        except RecoverableError as error:
+            return _ended(tested, DESCRIPTION, StepState.FAILED, str(error))
 
     def _description(self, tested: TestedGpu) -> Description:
         """The node with the GPUs of the same product, and the measured memory of partitions."""

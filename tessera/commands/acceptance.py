@@ -59,7 +59,7 @@ Claims keep what they have; if any hold the GPU, the test changes nothing."""
 @click.option("--yes", is_flag=True, help="Do not ask before the GPU is changed.")
 @click.option(
     "--wait",
-    type=click.FloatRange(0),
+    type=click.FloatRange(0, 86400),
     default=0.0,
     show_default=True,
     help="Seconds to wait for claims that hold the GPU.",
@@ -121,17 +121,17 @@ def acceptance(
     except KeyboardInterrupt:
         test.progress.log("stopped: the node plugin removes what the test made, and ends its cordon")
         raise
-    if capture is not None and capture != STANDARD_OUTPUT:
+    if capture is not None and capture != STANDARD_OUTPUT and test.node:
         _write(capture, test.node)
     show(output, [msgspec.to_builtins(step) for step in steps], _table(steps))
-    if capture == STANDARD_OUTPUT:
+    if capture == STANDARD_OUTPUT and test.node:
         click.echo(f"---\n{yaml.safe_dump(test.node, sort_keys=False)}", nl=False)
     if failed := [step.step for step in steps if step.state is StepState.FAILED]:
         raise FatalError(f"{counted(len(failed), 'step')} failed: {', '.join(failed)}")
 
 
 class RunningTest:
-    """A test by the plugin that listens on ``socket``. ``node``: the description that the last one ended with."""
+    """A test by the plugin that listens on ``socket``. ``node``: its description; not that of the run after a kill."""
 
     def __init__(self, socket: Path) -> None:
         self._socket, self.progress, self.node = socket, Progress(), dict[str, Any]()
@@ -143,7 +143,7 @@ class RunningTest:
             for message in self._messages(request):
                 if message.notice:
                     self.progress.show(message.notice)
-                if message.node is not None:
+                if message.node is not None and not self.node:
                     self.node = message.node
                 if (step := message.step) is not None:
                     if steps and steps[-1].state is StepState.RUNNING:

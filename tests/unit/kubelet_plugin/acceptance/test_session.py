@@ -223,7 +223,8 @@ from kubelet_plugin.acceptance.protocol import AcceptanceRequest
 from tests.support.acceptance import AcceptanceNode
 node = AcceptanceNode(Path(sys.argv[1]))
 for message in node.test.run(AcceptanceRequest("gpu-0", False, 0.0, True), node.ended):
-    pass
+    if message.node is not None:
+        print("described", flush=True)
 """
 
 
@@ -233,8 +234,9 @@ def test_a_plugin_that_is_the_first_process_of_its_container_can_kill_itself(
     container = ["unshare", "--pid", "--fork", *(["--user", "--map-root-user"] if os.geteuid() else [])]
     if subprocess.run([*container, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this system makes no PID namespaces")
-    ended = subprocess.run([*container, sys.executable, "-c", IN_A_CONTAINER, str(tmp_path)], check=False, timeout=60)
-    assert ended.returncode == 128 + signal.SIGKILL
+    command = [*container, sys.executable, "-c", IN_A_CONTAINER, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stdout) == (128 + signal.SIGKILL, "described\n")
     assert AcceptanceNode(tmp_path).node.nothing_left()
     assert "released what was left of a claim" in caplog.text
 

@@ -44,6 +44,15 @@ def test_a_capture_is_a_node_for_the_simulator(tmp_path: Path) -> None:
     assert [gpu["productName"] for gpu in json.loads(listed.stdout)] == ["NVIDIA H200"]
 
 
+def test_without_a_description_nothing_is_captured(tmp_path: Path) -> None:
+    node, file = AcceptanceNode(tmp_path, "h100-1"), tmp_path / "node.yaml"
+    node.node.node.inventory.update([], {node.node.node.inventory.gpus[0].uuid: "it fell off the bus"})
+    with node.serving() as flags:
+        answer = run(flags, "--read-only", "--capture", str(file))
+    assert "tessera: 1 step failed: description" in answer.stderr
+    assert (answer.exit_code, file.exists()) == (1, False)
+
+
 def test_a_failed_step_is_named_and_is_the_exit_code(tmp_path: Path) -> None:
     node = AcceptanceNode(tmp_path)
     node.node.simulated.faults.fail("nvmlDeviceGetBrand", code=pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
@@ -58,6 +67,7 @@ def test_a_failed_step_is_named_and_is_the_exit_code(tmp_path: Path) -> None:
     ("arguments", "code", "says"),
     [
         ((), 2, "confirm it with --yes, or use --read-only"),
+        (("--yes", "--wait", "inf"), 2, "inf is not in the range 0<=x<=86400"),
         (("--read-only", "--kill-plugin"), 2, "--kill-plugin: changes the GPU"),
         (("gpu-77", "--read-only"), 1, "GPU 'gpu-77' is not on this node; expected a UUID or gpu-0"),
         (("--read-only", "--capture", "/nowhere/node.yaml"), 1, "--capture /nowhere/node.yaml: can't be written"),
