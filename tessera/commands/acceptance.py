@@ -112,7 +112,7 @@ def acceptance(
             raise UsageError("the test changes a GPU: confirm it with --yes, or use --read-only")
         click.echo(WARNING.format(gpu=gpu or "an idle GPU"), err=True)
         click.confirm("Continue?", abort=True, err=True)
-    test = RunningTest(_active_socket(directories))
+    test = RunningTest(directories)
     steps = [_own_container()] if container else []
     try:
         steps += test.run(AcceptanceRequest(gpu, read_only, wait, kill_plugin))
@@ -131,10 +131,10 @@ def acceptance(
 
 
 class RunningTest:
-    """A test by the plugin that listens on ``socket``. ``node``: its description; not that of the run after a kill."""
+    """A test by the active plugin, with these flags. ``node``: its description; not that of the run after a kill."""
 
-    def __init__(self, socket: Path) -> None:
-        self._socket, self.progress, self.node = socket, Progress(), dict[str, Any]()
+    def __init__(self, directories: dict[str, Any]) -> None:
+        self._directories, self.progress, self.node = directories, Progress(), dict[str, Any]()
 
     def run(self, request: AcceptanceRequest) -> list[AcceptanceStep]:
         """The steps that have ended. Raises EnvironmentFault and FatalError, unless the plugin was asked to die."""
@@ -180,8 +180,9 @@ class RunningTest:
         return msgspec.structs.replace(killed, state=StepState.FAILED, detail=detail, seconds=seconds)
 
     def _messages(self, request: AcceptanceRequest) -> Iterator[AcceptanceMessage]:
+        socket = _active_socket(self._directories)  # another instance's after a kill during a rolling update
         try:
-            with connect(self._socket) as channel:
+            with connect(socket) as channel:
                 call = channel.unary_stream(f"/{SERVICE}/{METHOD}", msgspec.json.encode, MESSAGE.decode)
                 yield from call(request)
         except grpc.RpcError as error:
@@ -192,7 +193,7 @@ class RunningTest:
                     "the node plugin can't test GPUs: it waits for the NVIDIA driver, or is of an earlier version; see "
                     "its log"
                 ) from error
-            raise EnvironmentFault(f"the node plugin does not answer at {self._socket}: {error.details()}") from error
+            raise EnvironmentFault(f"the node plugin does not answer at {socket}: {error.details()}") from error
 
 
 def _active_socket(directories: dict[str, Any]) -> Path:

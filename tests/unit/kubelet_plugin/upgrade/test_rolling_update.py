@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import tempfile
 import threading
 import time
@@ -40,7 +41,7 @@ from tests.support.claims import DRIVER, NODE, result
 from tests.support.faulty_api import kubeconfig_of
 from tests.support.killable import KillablePlugin, Point, Zygote
 from tests.support.kubelet import KnownClaim
-from tests.support.plugin import is_of_monitors
+from tests.support.plugin import TESSERA, is_of_monitors
 from tests.support.ports import kept_port
 from tests.support.rolling_kubelet import Cycle, RollingKubelet, rounds
 
@@ -182,6 +183,19 @@ def page(address: str, name: str) -> tuple[int, str]:
 def wait_at_work(site: Site, plugin: KillablePlugin) -> None:
     wait_for(lambda: AT_WORK in plugin.log(), 60, f"{plugin.folder.name} is at work")
     wait_for(lambda: site.known(plugin), 60, f"the kubelet knows {plugin.folder.name}")
+
+
+@pytest.mark.long
+def test_a_test_that_kills_the_plugin_asks_the_instance_that_takes_the_node_back(site: Site) -> None:
+    old = site.at_work("old")
+    new = site.at_work("new")
+    wait_for(lambda: "standing by" in old.log(), 60, "the old plugin stands by")
+    command = [TESSERA, "acceptance", "gpu-0", "--yes", "--kill-plugin", "--kubelet-dir", str(site.root / "kubelet")]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "the next process has removed the partition" in answer.stdout
+    assert (new.running, BACK in old.log()) == (False, True)
+    site.all_well()
 
 
 @pytest.mark.long
