@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -113,6 +114,7 @@ def acceptance(
         click.echo(WARNING.format(gpu=gpu or "an idle GPU"), err=True)
         click.confirm("Continue?", abort=True, err=True)
     test = RunningTest(directories)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the first process of a container would ignore it
     steps = [_own_container()] if container else []
     try:
         steps += test.run(AcceptanceRequest(gpu, read_only, wait, kill_plugin))

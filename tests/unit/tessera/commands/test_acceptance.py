@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pynvml
@@ -14,11 +16,23 @@ from click.testing import CliRunner, Result
 from driver.simulator.description import load_description
 from tessera.cli import main
 from tests.support.acceptance import AcceptanceNode, listening
+from tests.support.plugin import TESSERA
 from tests.support.running import eventually
 
 
 def run(flags: Sequence[str], *arguments: str) -> Result:
     return CliRunner().invoke(main, ["acceptance", *flags, *arguments])
+
+
+@contextmanager
+def running(flags: Sequence[str], *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """The command as a process of its own."""
+    command = [TESSERA, "acceptance", *flags, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_the_table_has_a_line_for_each_step_and_the_gpu_is_in_service_again(tmp_path: Path) -> None:
@@ -101,12 +115,12 @@ def test_a_plugin_without_the_test_is_recognised() -> None:
 def test_a_second_test_at_the_same_time_is_refused(tmp_path: Path) -> None:
     node = AcceptanceNode(tmp_path)
     node.use.claimed[node.node.node.inventory.gpus[0].uuid] = {"gpu-0"}
-    with node.serving() as flags, ThreadPoolExecutor(1) as pool:
-        first = pool.submit(run, flags, "gpu-0", "--yes", "--wait", "60")
+    with node.serving() as flags, running(flags, "gpu-0", "--yes", "--wait", "60") as first:
         eventually(node.cordoned, "the first test has begun")
         second = run(flags, "gpu-1", "--read-only")
         node.use.claimed.clear()
-        assert first.result().exit_code == 0, first.result().output
+        output = first.communicate(timeout=60)
+        assert first.returncode == 0, output
     assert second.exit_code == 1
     assert "another acceptance test runs on this node" in second.stderr
 
@@ -114,14 +128,26 @@ def test_a_second_test_at_the_same_time_is_refused(tmp_path: Path) -> None:
 def test_a_plugin_that_ends_ends_the_test_first(tmp_path: Path) -> None:
     node = AcceptanceNode(tmp_path)
     node.use.claimed[node.node.node.inventory.gpus[0].uuid] = {"gpu-0"}
-    with ThreadPoolExecutor(1) as pool:
+    with ExitStack() as stack:
         with node.serving() as flags:
-            test = pool.submit(run, flags, "gpu-0", "--yes", "--wait", "600")
+            test = stack.enter_context(running(flags, "gpu-0", "--yes", "--wait", "600"))
             eventually(node.cordoned, "the test has begun")
         assert node.cordoned() == set()
-        answer = test.result(timeout=60)
-    assert answer.exit_code == 3
-    assert "the node plugin ends" in answer.stderr
+        _, said = test.communicate(timeout=60)
+    assert test.returncode == 3
+    assert "the node plugin ends" in said
+
+
+def test_a_job_that_is_deleted_ends_its_test_at_once(tmp_path: Path) -> None:
+    node = AcceptanceNode(tmp_path)
+    node.use.claimed[node.node.node.inventory.gpus[0].uuid] = {"gpu-0"}
+    with node.serving() as flags, running(flags, "gpu-0", "--yes", "--wait", "600") as test:
+        eventually(node.cordoned, "the test has begun")
+        test.send_signal(signal.SIGTERM)
+        _, said = test.communicate(timeout=60)
+        eventually(lambda: not node.cordoned(), "the cordon has ended")
+    assert test.returncode == 1
+    assert "stopped: the node plugin removes what the test made, and ends its cordon" in said
 
 
 def test_a_container_without_a_claim_has_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
