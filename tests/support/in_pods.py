@@ -89,7 +89,7 @@ class Release:
         objects = rendered({**self._values, "acceptance": acceptance}, HERE)
         created = [item for item in objects if item["metadata"]["name"].startswith("tessera-acceptance")]
         self.cluster.apply(created)
-        [name] = {item["metadata"]["name"] for item in created}
+        [name] = [item["metadata"]["name"] for item in created if item["kind"] == "Job"]
         path = f"/apis/batch/v1/namespaces/{HERE}/jobs/{name}"
         ended = ("succeeded", "failed")
         wait_for(lambda: set(self.cluster.api.get(path)["status"]) & set(ended), READY_S, "the Job has ended")
