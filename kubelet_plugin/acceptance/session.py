@@ -155,8 +155,8 @@ class AcceptanceTest:
             reason = self._reason_not_to_change(tested.gpu)
             if reason is None and waited >= self.settling_seconds:
                 return None
-            is_withdrawn = not self.use.offers_to_withdraw(tested.gpu)
-            if reason is not None and waited >= (wait_seconds if is_withdrawn else WITHDRAWAL_TIMEOUT_SECONDS):
+            longest = WITHDRAWAL_TIMEOUT_SECONDS if self.use.offers_to_withdraw(tested.gpu) else 0.0
+            if reason is not None and waited >= max(wait_seconds, longest):
                 return reason
             if reason is not None and reason != noticed:
                 yield AcceptanceMessage(notice=f"waiting: {reason}")

@@ -105,14 +105,16 @@ def test_a_gpu_with_partitions_of_somebody_else_is_left_alone(h100: AcceptanceNo
     assert len(h100.node.partitions()) == 1
 
 
-def test_the_test_waits_for_a_claim_that_ends_in_time(h100: AcceptanceNode) -> None:
+def test_the_test_waits_for_a_claim_that_ends_in_time(h100: AcceptanceNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kubelet_plugin.acceptance.session.WITHDRAWAL_TIMEOUT_SECONDS", 0.0)
     gpu = h100.node.node.inventory.gpus[0]
-    h100.use.claimed[gpu.uuid] = {"gpu-0"}
+    h100.use.claimed[gpu.uuid] = h100.use.offered[gpu.uuid] = {"gpu-0"}
     notices = []
     for message in h100.messages("gpu-0", wait=60.0):
         if message.notice:
             notices.append(message.notice)
             h100.use.claimed.clear()
+            h100.use.offered.clear()
         last = message
     assert notices == ["waiting: claims hold gpu-0"]
     assert last.node is not None
