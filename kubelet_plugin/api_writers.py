@@ -149,10 +149,14 @@ class Publishing:
         return frozenset(device.name for device in self._inventory.held_on(gpu)) | (allocated & names)
 
     def offers_to_withdraw(self, gpu: Gpu) -> frozenset[str]:
-        """The devices of ``gpu``, which is cordoned, that are published until the controller has withdrawn them."""
+        """The devices of ``gpu``, which is cordoned, that are in the slices until the controller has withdrawn them.
+
+        Where the API server keeps no taints, they leave the slices at once.
+        """
         names = {device.name for device in self._inventory.devices_on(gpu)}
         is_planned = self._follower.mode_choice.mode is PlanMode.PLANNED
-        return self._follower.publication.offered & names if is_planned else frozenset()
+        present = self._publisher.device_names() if is_planned else set[str]()
+        return self._follower.publication.offered & names & present
 
     def not_ready(self) -> str | None:
         """Why the slices are not as they must be, or None."""

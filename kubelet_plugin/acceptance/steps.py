@@ -96,6 +96,8 @@ def functions_of_nvml(tested: TestedGpu) -> str:
     answers = tested.host.reading_answers(tested.gpu)
     if missing := [answer.function for answer in answers if answer.is_missing]:
         raise HardwareError(f"the driver lacks {', '.join(missing)}; Tessera needs driver 550 or newer")
+    if all(answer.error is not None for answer in answers):
+        raise HardwareError(f"no function has a value for the GPU: {', '.join(map(str, answers[:LISTED_FAILURES]))}")
     slowest = sorted(answers, key=lambda answer: -answer.microseconds)
     supported = sum(answer.error is None for answer in answers)
     listed = ", ".join(map(str, slowest[:LISTED_FAILURES]))

@@ -128,7 +128,7 @@ class ClaimRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
     adopted: Adoption | None = None
 
     def __str__(self) -> str:
-        return f"{self.namespace}/{self.name}"
+        return str(self.reference)
 
     @property
     def needs_release(self) -> bool:

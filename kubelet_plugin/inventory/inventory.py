@@ -37,7 +37,7 @@ class ClaimReference:
     uid: str
 
     def __str__(self) -> str:
-        return f"{self.namespace}/{self.name}"
+        return f"{self.namespace}/{self.name}" if self.namespace else self.name
 
     def as_holder(self) -> str:
         """The claim as the holder of a device, in messages about another claim."""
