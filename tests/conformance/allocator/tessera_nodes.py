@@ -40,11 +40,11 @@ def tessera_slices(random: Random, node: str, driver: str) -> list[Object]:
 
 
 def tessera_classes(number: int, driver: str) -> list[Object]:
-    """The chart's classes, and one that fails for full GPUs; no monitor devices, which the kept answers are without."""
+    """The chart's classes, except those that the kept answers are without, and one that fails for full GPUs."""
     expressions = {
         each["metadata"]["name"]: each["spec"]["selectors"][0]["cel"]["expression"]
         for path in sorted(CLASSES.glob("*.yaml"))
-        if path.stem != "gpu-monitor"
+        if path.stem not in {"gpu-monitor", "gpu-training-nvlink"}
         for each in yaml.safe_load_all(path.read_text())
     }
     ours = 'device.driver == "gpu.tessera.dev" && device.attributes["gpu.tessera.dev"]'

@@ -170,7 +170,7 @@ def test_without_a_controller_the_node_restarts_after_a_random_delay(configured:
 @pytest.mark.parametrize(
     ("text", "labels", "said"),
     [
-        ("[", {}, "tessera-node-configs, configs.json"),
+        ("[", {}, "tessera-node-configs: configs.json: "),
         ([{"name": "h100", "settings": {"shares": "x"}}], {}, "nodeConfigs[0].settings.shares"),
         ([], {CONFIG_LABEL: "missing"}, "no such configuration; accepted: none"),
         ([{"name": "h100", "nodeSelector": {}, "settings": {"layout": "0=4g.40gb,4g.40gb", "shares": ""}}], {}, "fit"),
