@@ -91,7 +91,7 @@ def test_one_adopted_1g_claim_leaves_seven_of_eight_gpus_until_its_pod_ends(
     [waiting] = set(fulls) - set(bound(workloads, fulls))
     held = f"claim default/old, which NVIDIA's DRA driver prepared, holds {nvidia.device} of it"
     wait_for(lambda: held in run_tessera(cluster, "why", waiting, *NAMED).output, SOON_S, "the reason of the eighth")
-    assert held in run_tessera(cluster, "map", *NAMED).output
+    wait_for(lambda: held in run_tessera(cluster, "map", *NAMED).output, SOON_S, "the same on the map")
     assert {f"gpu-{number}" for number in range(1, 8)} == {
         workloads.allocated(pod)[0] for pod in fulls if pod != waiting
     }
