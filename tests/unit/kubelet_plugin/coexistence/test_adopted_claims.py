@@ -263,8 +263,9 @@ def test_a_partition_stays_while_another_claim_has_its_place(nvidia: NvidiaNode,
     group["devices"][0]["mig"]["device"]["DeviceName"] = f"gpu-0-mig-1g.again{place}"
     node = nvidia.start()
     if other_is == "ours":
-        checkpoint = node.node.checkpoint
-        checkpoint.put(msgspec.structs.replace(checkpoint.get(other.uid), adopted=None))
+        record = node.node.checkpoint.get(other.uid)
+        assert record is not None
+        node.node.checkpoint.put(msgspec.structs.replace(record, adopted=None))
     node.preparer.unprepare(claim)
     assert node.partitions() == [partition]
 
