@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from stat import S_ISREG
 from typing import Annotated
@@ -256,7 +257,7 @@ class Adopter:
                 yield ClaimReference(existing.metadata.namespace, existing.metadata.name, existing.metadata.uid)
 
     def _record(self, reference: ClaimReference, claim: NvidiaClaim) -> ClaimRecord:
-        """Raises StateError if the claim has a device of an unknown kind or GPU."""
+        """Raises StateError if the claim has a device of an unknown kind or GPU, or was prepared without one."""
         allocation = claim.status.allocation
         results = [r for r in (allocation.devices.results if allocation else ()) if r.driver == NVIDIA_DRIVER]
         # One claim can have a device with admin access and, by another request, for its own use.
@@ -270,6 +271,8 @@ class Adopter:
             answers = [NvidiaAnswer(r.device, r.pool, (r.request,)) for r in results]
             devices, must_end = [self._device(answer) for answer in answers], UNFINISHED
         ids = {answer.device: answer.cdi_device_ids or () for answer in answers}
+        if lacking := {result.device for result in results} - ids.keys():
+            raise StateError(f"preparedDevices of claim {reference} lacks {min(lacking)}, which is allocated to it")
         return ClaimRecord(
             VERSION,
             reference.namespace,
@@ -308,11 +311,12 @@ class Adopter:
         gpu = inventory.gpu(gpu_uuid) if gpu_uuid else next(by_minor, None)
         if gpu is None and not gpu_uuid:
             raise StateError(f"device {answer.device} is on none of this node's GPUs")
+        numbers = {inventory.number(gpu) for gpu in inventory.gpus}  # none of them is renamed for an unknown GPU
         record = DeviceRecord(
             requests=answer.requests or (),
             pool=answer.pool,
             device=answer.device,
-            number=inventory.number(gpu) if gpu else minor or 0,
+            number=inventory.number(gpu) if gpu else next(n for n in count(minor or 0) if n not in numbers),
             gpu_uuid=gpu.uuid if gpu else gpu_uuid,
             kind=DeviceKind.PARTITION if match and match["id"] else DeviceKind.FULL,
             preexisting=self._keeps_partitions or old is not None,

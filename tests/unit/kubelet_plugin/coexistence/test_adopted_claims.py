@@ -258,9 +258,9 @@ def test_a_device_that_two_claims_share_goes_with_the_last(nvidia: NvidiaNode) -
 def test_a_partition_stays_while_another_claim_has_its_place(nvidia: NvidiaNode, other_is: str) -> None:
     other, partition = nvidia.small("other")
     claim = nvidia.prepared("claim", lambda uid: of_partition(nvidia.gpus[0], partition, uid, NODE))
-    [group] = nvidia.claims[claim.uid]["preparedDevices"]
-    place = f"-{partition.profile_id}-{partition.placement.start}"
-    group["devices"][0]["mig"]["device"]["DeviceName"] = f"gpu-0-mig-1g.again{place}"
+    name = partition_name(nvidia.gpus[0], partition)
+    renamed = json.dumps(nvidia.claims[claim.uid]).replace(name, name.replace("mig-", "mig-1g"))
+    nvidia.claims[claim.uid] = json.loads(renamed)
     node = nvidia.start()
     if other_is == "ours":
         record = node.node.checkpoint.get(other.uid)
@@ -332,6 +332,7 @@ def test_a_claim_with_an_mps_daemon_must_end_soon(nvidia: NvidiaNode, config: di
             '"devices": []', '"devices": [{"npu": {}}]'
         ),
         '{"v2": {"preparedClaims": {"u": {"preparedDevices": "none"}}}}',
+        json.dumps(nvidia_checkpoint({"u": nvidia_claim("a", NODE, ON_GPU_99)})).replace("preparedDevices", "prepared"),
         json.dumps(nvidia_checkpoint({"../../u": nvidia_claim("a", NODE)})),
         json.dumps(nvidia_checkpoint({"u": nvidia_claim("../../a", NODE)})),
         json.dumps(nvidia_checkpoint({"u": {**nvidia_claim("a", NODE), "namespace": "/"}})),
@@ -417,6 +418,13 @@ def test_a_claim_with_admin_access_holds_nothing(nvidia: NvidiaNode) -> None:
     node = nvidia.start()
     assert offering(node) == list(range(8))
     assert [device.device for device in node.preparer.prepare(claim)] == ["gpu-0"]
+
+
+def test_a_claim_of_a_gpu_that_nvml_does_not_have_renames_no_other_gpu(nvidia: NvidiaNode) -> None:
+    gone = replace(nvidia.gpus[0], uuid="GPU-gone")
+    nvidia.prepared("virtual", lambda uid: of_gpu(gone, uid, NODE))
+    before, again = nvidia.start().node.inventory, nvidia.again().node.inventory
+    assert [again.number(gpu) for gpu in again.gpus] == [before.number(gpu) for gpu in before.gpus]
 
 
 @pytest.mark.parametrize("driver", [NVIDIA_DRIVER, "another.example.com"])
