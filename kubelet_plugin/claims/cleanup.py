@@ -232,10 +232,11 @@ class ClaimCleanup:
         """Whether the partition at the place of ``device`` is the one that NVIDIA's driver recorded for this claim.
 
         Without a UUID in that record it never finished; a partition without one lost its compute instance before. A
-        device that several claims have is removed with the last of them.
+        place that several claims have, under whatever names, is emptied with the last of them.
         """
         others = (other for other in self._stores.checkpoint.records() if other.uid != record.uid)
-        if any(other.adopted is not None and device.device in other.names for other in others):
+        places = {(item.gpu_uuid, item.placement) for other in others for item in other.devices}
+        if (device.gpu_uuid, device.placement) in places:
             return False
         at_place = (item for item in self._partitions.host.partitions(gpu) if item.placement == device.placement)
         return device.uuid is None or all(item.uuid in (None, device.uuid) for item in at_place)

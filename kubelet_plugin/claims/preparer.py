@@ -101,8 +101,8 @@ class Preparer:
             with self._step(NodeStep.READ_CLAIM, claim=reference):
                 claim = self._claims.read(reference.namespace, reference.name)
             record = stores.checkpoint.get(reference.uid)
-            if record is not None and record.adopted is not None:
-                if claim.metadata.uid == record.uid and claim.results_in(stores.pool.driver, record.pools):
+            if record is not None and record.adopted is not None and claim.metadata.uid == record.uid:
+                if claim.results_in(stores.pool.driver, record.pools):
                     return self._adopted_answer(record, record.adopted)
                 with stores.locks.hold(record.gpu_uuids, f"claim {name}"):
                     self.cleanup.release(record)  # the claim was allocated anew

@@ -13,7 +13,9 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
+from stat import S_ISREG
 from typing import Annotated
 
 import msgspec
@@ -44,7 +46,12 @@ NAME = re.compile(r"gpu-(?P<minor>\d{1,4})(-mig-\d+g.*-(?P<id>\d{1,4})-(?P<start
 OLD_NAME = re.compile(r"gpu-(?P<minor>\d{1,4})-mig-(?P<id>\d{1,4})-(?P<start>\d{1,4})-\d+")
 """Device names of NVIDIA's driver; the old ones, before 25.12, are of partitions that it did not make itself."""
 
-UID = re.compile(r"[A-Za-z0-9][-A-Za-z0-9]{0,127}")
+PATH_PART = re.compile(r"[A-Za-z0-9][-.A-Za-z0-9]{0,252}")
+"""Uid, name and namespace of a claim: they become parts of paths."""
+
+MAX_BYTES = 1 << 26
+"""Size from which on the file is not read. A claim takes about 2 KB in it."""
+
 InstanceId = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
 
 UNFINISHED = "NVIDIA's DRA driver began to prepare it and did not finish"
@@ -149,9 +156,10 @@ def read_claims(data: bytes) -> NvidiaClaims:
     claims = checkpoint.v2 or checkpoint.v1
     if claims is None:
         raise StateError("it has neither v1 nor v2, the versions that this program reads")
-    for uid in claims.prepared_claims or {}:
-        if not UID.fullmatch(uid):  # it becomes part of paths
-            raise StateError(f"preparedClaims has {uid!r}, which is no uid of a claim")
+    for uid, claim in (claims.prepared_claims or {}).items():
+        for text in (uid, claim.namespace, claim.name) if claim.name else (uid,):
+            if not PATH_PART.fullmatch(text):
+                raise StateError(f"preparedClaims has {text!r}, which is no uid, namespace or name of a claim")
     return claims
 
 
@@ -174,10 +182,11 @@ def adopt_claims(
             Adopter(stores, partitions_of, claims, keeps_partitions=settings.publish_existing).adopt(path, data, events)
     except RecoverableError as error:
         why = (
-            f"the claims in {path} of NVIDIA's DRA driver are unknown ({error}): nothing of this GPU is offered; end "
-            "the pods with its claims on this node, delete the file and restart the plugin"
+            f"the claims in {path} of NVIDIA's DRA driver are unknown ({error}): nothing of this GPU is offered; "
+            "restart the plugin to try again, or end the pods with its claims on this node, delete the file and "
+            "restart the plugin"
         )
-        stores.inventory.hold_adopted(str(path), {gpu.uuid: why for gpu in stores.inventory.gpus})
+        stores.inventory.hold_adopted(str(path), why)
         log.error("can't adopt the claims of NVIDIA's DRA driver", extra={"path": str(path), "error": str(error)})
         events.node(EventReason.CLAIM_MUST_END, why)
 
@@ -185,6 +194,9 @@ def adopt_claims(
 def _read(path: Path) -> bytes | None:
     """The content; None if there is no such file. Raises StateError."""
     try:
+        status = path.stat()
+        if not S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
+            raise StateError(f"it is no file of at most {MAX_BYTES} bytes")
         return path.read_bytes()
     except FileNotFoundError:
         return None
@@ -218,10 +230,12 @@ class Adopter:
             if not self._is_recorded(uid) and not checkpoint.was_settled_since(uid, path)
         }
         records = [self._record(reference, new[reference.uid]) for reference in self._references(new)]
-        named = {device.uuid for record in records for device in record.devices}
+        adopted = (record for record in checkpoint.records() if record.adopted is not None)
+        named = {device.uuid for record in (*adopted, *records) for device in record.devices}
         for record in records:
             devices = (self._as_made(device, named) for device in record.devices)
             checkpoint.put(msgspec.structs.replace(record, devices=tuple(devices)))
+            checkpoint.settle_unrecorded(record.uid)
             _report(record, events)
 
     def _is_recorded(self, uid: str) -> bool:
@@ -243,19 +257,22 @@ class Adopter:
                 yield ClaimReference(existing.metadata.namespace, existing.metadata.name, existing.metadata.uid)
 
     def _record(self, reference: ClaimReference, claim: NvidiaClaim) -> ClaimRecord:
-        """Raises StateError if the claim has a device of an unknown kind or GPU."""
+        """Raises StateError if the claim has a device of an unknown kind or GPU, or was prepared without one."""
         allocation = claim.status.allocation
-        results = allocation.devices.results if allocation else ()
-        monitored = {result.device for result in results if result.admin_access}
+        results = [r for r in (allocation.devices.results if allocation else ()) if r.driver == NVIDIA_DRIVER]
+        # One claim can have a device with admin access and, by another request, for its own use.
+        monitored = {r.device for r in results if r.admin_access} - {r.device for r in results if not r.admin_access}
         if claim.checkpoint_state == COMPLETED:
             groups = claim.prepared_devices or ()
             devices = [self._prepared(device, group.config_state) for group in groups for device in group.devices or ()]
             answers = [device.answer for group in groups for device in group.devices or ()]
             must_end = next(filter(None, (group.must_end for group in groups)), "")
         else:
-            answers = [NvidiaAnswer(r.device, r.pool, (r.request,)) for r in results if r.driver == NVIDIA_DRIVER]
+            answers = [NvidiaAnswer(r.device, r.pool, (r.request,)) for r in results]
             devices, must_end = [self._device(answer) for answer in answers], UNFINISHED
         ids = {answer.device: answer.cdi_device_ids or () for answer in answers}
+        if lacking := {result.device for result in results} - ids.keys():
+            raise StateError(f"preparedDevices of claim {reference} lacks {min(lacking)}, which is allocated to it")
         return ClaimRecord(
             VERSION,
             reference.namespace,
@@ -294,11 +311,12 @@ class Adopter:
         gpu = inventory.gpu(gpu_uuid) if gpu_uuid else next(by_minor, None)
         if gpu is None and not gpu_uuid:
             raise StateError(f"device {answer.device} is on none of this node's GPUs")
+        numbers = {inventory.number(gpu) for gpu in inventory.gpus}  # none of them is renamed for an unknown GPU
         record = DeviceRecord(
             requests=answer.requests or (),
             pool=answer.pool,
             device=answer.device,
-            number=inventory.number(gpu) if gpu else minor or 0,
+            number=inventory.number(gpu) if gpu else next(n for n in count(minor or 0) if n not in numbers),
             gpu_uuid=gpu.uuid if gpu else gpu_uuid,
             kind=DeviceKind.PARTITION if match and match["id"] else DeviceKind.FULL,
             preexisting=self._keeps_partitions or old is not None,

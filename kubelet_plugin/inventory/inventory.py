@@ -85,7 +85,7 @@ class Inventory:
         self._held: dict[str, tuple[ClaimReference, tuple[Device, ...]]] = {}
         self._foreign: dict[str, ForeignPartitions] = defaultdict(ForeignPartitions)
         self._conditions: dict[str, tuple[DeviceCondition, ...]] = {}
-        self._adopted: dict[str, Mapping[str, str]] = {}
+        self._adopted: dict[str, Mapping[str, str] | str] = {}
         """By uid of a claim that NVIDIA's driver prepared, why each GPU that it holds offers nothing."""
         self._reserved: Mapping[str, str] = {}
         self._reservations_known = False
@@ -207,19 +207,20 @@ class Inventory:
             new = [device for device in devices if device.name not in names and self._conflict(uid, device) is None]
             self._held[uid] = (holder, (*held, *new))
 
-    def hold_adopted(self, uid: str, reasons: Mapping[str, str]) -> None:
+    def hold_adopted(self, uid: str, reasons: Mapping[str, str] | str) -> None:
         """Record that a claim under whose names nothing can be published holds GPUs (UUID -> reason); repeatable.
 
-        Nothing of these GPUs is published until ``release``: no counter of ours would subtract what the claim holds.
+        One text is the reason for every GPU, also for those that are found later. Nothing of these GPUs is published
+        until ``release``: no counter of ours would subtract what the claim holds.
         """
         with self._lock:
-            self._adopted[uid] = dict(reasons)
+            self._adopted[uid] = reasons
 
     def _all_adopted(self) -> dict[str, str]:
         """Why GPUs that adopted claims hold offer nothing, by UUID. The caller holds the lock."""
         adopted: dict[str, str] = {}
         for reasons in self._adopted.values():
-            for uuid, reason in reasons.items():
+            for uuid, reason in (dict.fromkeys(self._gpus, reasons) if isinstance(reasons, str) else reasons).items():
                 adopted[uuid] = f"{adopted[uuid]}; {reason}" if uuid in adopted else reason
         return adopted
 

@@ -45,7 +45,7 @@ CHECKS = (nodes.slices, nodes.health, nodes.other_drivers)
 LISTS = (Listing.NODES, Listing.SLICES, Listing.PLANS, Listing.CLAIMS, Listing.PENDING)
 """The checks of `tessera status` that concern one node, and the lists that they need."""
 
-NODE_PODS = "app.kubernetes.io/name=tessera,app.kubernetes.io/component=node"
+NODE_PODS = {"app.kubernetes.io/name": "tessera", "app.kubernetes.io/component": "node"}
 SHOWN = 5
 """Names that a line of progress has at most."""
 
@@ -111,7 +111,7 @@ def migrate(
 
     with _explained(migrating, waiting):
         if back:
-            _return(migrating, waiting, lambda: _pods(client, migrating, namespace))
+            _return(migrating, waiting)
         elif state is None or state.step is not MigrationStep.MOVED:
             _move(migrating, waiting, lambda: _starting(client, migrating, namespace) or problems())
     verdict = f"node {node} is back with the driver that it had" if back else f"node {node} has moved to Tessera"
@@ -125,6 +125,10 @@ class MigrationWait:
         self.progress, self.step = Progress(), ""
         self._timeout_s, self._until = timeout_s, time.monotonic() + timeout_s
         self._rest: Sequence[str] = ()
+
+    def start(self, node: MigratingNode) -> None:
+        self.step = "its labels can be changed"
+        self.progress.log(f"node {node.name} is cordoned")
 
     def until(self, step: str, rest: Callable[[], Sequence[str]], looks: int = 1) -> None:
         """Wait until ``rest`` has nothing more to wait for at so many ``looks`` in a row.
@@ -148,13 +152,14 @@ class MigrationWait:
             return quiet >= looks
 
         if not wait_until(self._until - time.monotonic(), is_done, POLL_INTERVAL_SECONDS):
-            raise FatalError(f"not within {self._timeout_s:g} s: {'; '.join(self._rest[:SHOWN])}")
+            missing = "; ".join(self._rest[:SHOWN]) or f"{step} now, but that must be seen again"
+            raise FatalError(f"not within {self._timeout_s:g} s: {missing}")
         self.progress.log(f"done: {step}")
 
 
 def _move(node: MigratingNode, waiting: MigrationWait, missing: Callable[[], Sequence[str]]) -> None:
     state = node.begin(MigrationStep.MOVING)
-    waiting.progress.log(f"node {node.name} is cordoned")
+    waiting.start(node)
     node.switch_off(MONITORS)
     waiting.until("pods and claims of the other driver have ended", lambda: _held_by_others(node), QUIET_LOOKS)
     if node.labels().get(OWN_LABEL) != HERE:
@@ -166,16 +171,16 @@ def _move(node: MigratingNode, waiting: MigrationWait, missing: Callable[[], Seq
     node.end(state, MigrationStep.MOVED)
 
 
-def _return(node: MigratingNode, waiting: MigrationWait, pods: Callable[[], Sequence[PodDetails]]) -> None:
+def _return(node: MigratingNode, waiting: MigrationWait) -> None:
     state = node.begin(MigrationStep.RETURNING)
-    waiting.progress.log(f"node {node.name} is cordoned")
+    waiting.start(node)
     waiting.until("claims of Tessera have ended", lambda: _held_by_tessera(node), QUIET_LOOKS)
     if node.labels().get(OWN_LABEL) == HERE:
         node.set_labels({OWN_LABEL: MOVING})
     waiting.until(
         "Tessera's node plugin has left",
         lambda: [
-            *(f"pod {pod.metadata.name}" for pod in pods()),
+            *(f"pod {pod.metadata.key}" for pod in node.pods() if NODE_PODS.items() <= pod.metadata.labels.items()),
             *(f"ResourceSlice {item.metadata.name}" for item in node.slices(ours=True)),
         ],
     )
@@ -211,7 +216,8 @@ def _others(node: MigratingNode) -> list[str]:
 
 def _pods(client: KubeClient, node: MigratingNode, namespace: str) -> list[PodDetails]:
     """Those of Tessera's node plugin."""
-    return [pod for pod in read_pods(client, namespace, NODE_PODS) if pod.spec.node_name == node.name]
+    selector = ",".join(f"{name}={value}" for name, value in NODE_PODS.items())
+    return [pod for pod in read_pods(client, namespace, selector) if pod.spec.node_name == node.name]
 
 
 def _starting(client: KubeClient, node: MigratingNode, namespace: str) -> list[str]:
@@ -235,10 +241,14 @@ def _missing(node: MigratingNode, state: MigrationState) -> list[str]:
 
 
 def _problems(reader: SnapshotReader, node: str) -> list[str]:
-    """What `tessera status` finds on the node."""
+    """What `tessera status` finds on the node. Raises FatalError if the account may not read it."""
     snapshot = reader.read()
-    if not snapshot.has_read(*LISTS):
-        return [f"{listing} can't be listed: {failure.reason}" for listing, failure in snapshot.unreadable.items()]
+    failures = {listing: snapshot.unreadable[listing] for listing in LISTS if not snapshot.has_read(listing)}
+    unread = [f"{listing} can't be listed: {failure.reason}" for listing, failure in failures.items()]
+    if any(failure.forbidden for failure in failures.values()):
+        raise FatalError("; ".join(unread))
+    if unread:
+        return unread
     problems = [part for check in CHECKS for part in check(snapshot) if isinstance(part, Problem)]
     concerned = [problem for problem in problems if problem.about == node or problem.about.startswith(f"{node}/")]
     return [f"{problem.about} {problem.message} -> {problem.remedy}" for problem in concerned]

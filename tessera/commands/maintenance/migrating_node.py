@@ -52,9 +52,11 @@ class MigrationStep(StrEnum):
 
 
 class MigrationState(Struct, frozen=True):
-    """The annotation. ``labels`` and ``unschedulable`` are as they were; None: there was no such label.
+    """The annotation. ``labels`` and ``unschedulable`` are as they were; None: there was no such label. Whoever may
+    annotate a Node, as its kubelet may, chooses no other labels.
 
-    ``had_plugin`` and ``had_dra_driver`` are which drivers served the node: ``--back`` waits for them.
+    ``had_plugin`` and ``had_dra_driver`` are which drivers served the node: ``--back`` waits for them. ``driver``: the
+    name under which it moves.
     """
 
     step: MigrationStep
@@ -62,6 +64,11 @@ class MigrationState(Struct, frozen=True):
     labels: dict[str, str | None] = msgspec.field(default_factory=dict)
     had_plugin: bool = False
     had_dra_driver: bool = False
+    driver: str = ""
+
+    def __post_init__(self) -> None:
+        if others := self.labels.keys() - {*MONITORS, *DRIVERS, OWN_LABEL}:
+            raise ValueError(f"it has {min(others)!r}, a label that no move changes")
 
 
 class MigratingNode:
@@ -74,7 +81,7 @@ class MigratingNode:
     def read(self) -> Object:
         """Raises UsageError if there is no such Node."""
         node = self._client.find(self._path)
-        if node is None:
+        if node is None or node["metadata"].get("name") != self.name:  # such as NODE/status
             raise UsageError(f"NODE {self.name}: the cluster has no such node: kubectl get nodes")
         return node
 
@@ -83,7 +90,7 @@ class MigratingNode:
         text = (self.read()["metadata"].get("annotations") or {}).get(STATE)
         try:
             return None if text is None else msgspec.json.decode(text, type=MigrationState)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             remedy = f"write its labels back by hand, and remove it: kubectl annotate node {self.name} {STATE}-"
             raise StateError(f"node {self.name}: annotation {STATE} can't be read: {error}; {remedy}") from error
 
@@ -146,6 +153,9 @@ class MigratingNode:
     def begin(self, step: MigrationStep) -> MigrationState:
         """Record what the node is like, unless that was done before, and cordon it. Raises FatalError."""
         node, state = self.read(), self.state()
+        if state is not None and state.driver not in ("", self.driver):  # its claims would not be waited for
+            raise UsageError(f"--driver-name {self.driver}: node {self.name} moves to {state.driver!r}: give that name")
+        is_cordoned = bool(node["spec"].get("unschedulable"))
         labels = node["metadata"].get("labels") or {}
         if paused := [f"{name}={value}" for name, value in labels.items() if DEPLOY in name and PAUSED in value]:
             raise FatalError(
@@ -155,11 +165,14 @@ class MigratingNode:
             names = [name for name in (*MONITORS, *DRIVERS) if name in labels]
             state = MigrationState(
                 step,
-                bool(node["spec"].get("unschedulable")),
+                is_cordoned,
                 {name: labels.get(name) for name in (*names, OWN_LABEL)},
                 bool(self.resources()),
                 bool(self.slices(ours=False)),
+                self.driver,
             )
+        elif state.step is MigrationStep.MOVED:  # whoever has cordoned it since is not overruled
+            state = msgspec.structs.replace(state, unschedulable=is_cordoned)
         self._patch(msgspec.structs.replace(state, step=step), unschedulable=True)
         return state
 

@@ -286,6 +286,14 @@ BAD_VALUES: dict[str, tuple[Values, str]] = {
         {"classRequirements": {"gpu-inference-1g-10gb": {"nvlink": True}}},
         "classRequirements.gpu-inference-1g-10gb: its devices never have the attribute nvlinkClique",
     ),
+    "a requirement that is no version": (
+        {"classRequirements": {"gpu-training": {"computeCapability": "08.0"}}},
+        "at '/classRequirements/gpu-training/computeCapability'",
+    ),
+    "a requirement beyond 64 bits": (
+        {"classRequirements": {"gpu-training": {"memoryBandwidth": 10**20}}},
+        "at '/classRequirements/gpu-training/memoryBandwidth'",
+    ),
     "a requirement that is no text of CEL": (
         {"classRequirements": {"gpu-training": {"products": ['L4"]) || (true']}}},
         "at '/classRequirements/gpu-training/products/0'",

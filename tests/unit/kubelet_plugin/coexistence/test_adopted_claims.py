@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from driver.config.flag_values import NVIDIA_DRIVER
@@ -252,6 +254,50 @@ def test_a_device_that_two_claims_share_goes_with_the_last(nvidia: NvidiaNode) -
     assert not node.partitions()
 
 
+@pytest.mark.parametrize("other_is", ["adopted under another name", "ours"])
+def test_a_partition_stays_while_another_claim_has_its_place(nvidia: NvidiaNode, other_is: str) -> None:
+    other, partition = nvidia.small("other")
+    claim = nvidia.prepared("claim", lambda uid: of_partition(nvidia.gpus[0], partition, uid, NODE))
+    name = partition_name(nvidia.gpus[0], partition)
+    renamed = json.dumps(nvidia.claims[claim.uid]).replace(name, name.replace("mig-", "mig-1g"))
+    nvidia.claims[claim.uid] = json.loads(renamed)
+    node = nvidia.start()
+    if other_is == "ours":
+        record = node.node.checkpoint.get(other.uid)
+        assert record is not None
+        node.node.checkpoint.put(msgspec.structs.replace(record, adopted=None))
+    node.preparer.unprepare(claim)
+    assert node.partitions() == [partition]
+
+
+def test_a_kill_while_claims_are_adopted_leaves_no_partition_behind(nvidia: NvidiaNode) -> None:
+    first, second = (nvidia.small(name, start=start)[0] for name, start in (("first", 5), ("second", 6)))
+    nvidia.start().node.checkpoint.path(second.uid).unlink()
+    node = nvidia.again()
+    for claim in (first, second):
+        node.preparer.unprepare(claim)
+    assert not node.partitions()
+
+
+def test_an_adopted_claim_whose_record_was_damaged_is_released_once(nvidia: NvidiaNode) -> None:
+    claim, _ = nvidia.small("infer")
+    nvidia.start().node.checkpoint.path(claim.uid).write_text("{")
+    node = nvidia.again()
+    assert offering(node) == [1, 2, 3, 4, 5, 6, 7]
+    node.preparer.unprepare(claim)
+    node.preparer.unprepare(claim)
+    assert not nvidia.again().node.checkpoint.unrecorded
+
+
+def test_a_claim_of_the_same_name_does_not_release_the_adopted_one(nvidia: NvidiaNode) -> None:
+    claim = nvidia.whole("train")
+    node = nvidia.start()
+    nvidia.api.allocate("train", result("gpu-1", driver=NVIDIA_DRIVER, pool=OURS), uid="another")
+    with pytest.raises(ClaimError, match="the API server has uid another"):
+        node.preparer.prepare(claim)
+    assert offering(node) == [1, 2, 3, 4, 5, 6, 7]
+
+
 def test_a_claim_that_was_not_finished_must_end_and_its_partition_goes_with_it(nvidia: NvidiaNode) -> None:
     half = nvidia.cut(nvidia.gpus[0], 6, complete=False)
     claim = nvidia.prepared("half", lambda uid: of_partition(nvidia.gpus[0], half, uid, NODE), state="PrepareStarted")
@@ -286,7 +332,10 @@ def test_a_claim_with_an_mps_daemon_must_end_soon(nvidia: NvidiaNode, config: di
             '"devices": []', '"devices": [{"npu": {}}]'
         ),
         '{"v2": {"preparedClaims": {"u": {"preparedDevices": "none"}}}}',
+        json.dumps(nvidia_checkpoint({"u": nvidia_claim("a", NODE, ON_GPU_99)})).replace("preparedDevices", "prepared"),
         json.dumps(nvidia_checkpoint({"../../u": nvidia_claim("a", NODE)})),
+        json.dumps(nvidia_checkpoint({"u": nvidia_claim("../../a", NODE)})),
+        json.dumps(nvidia_checkpoint({"u": {**nvidia_claim("a", NODE), "namespace": "/"}})),
         json.dumps(nvidia_checkpoint({"u": nvidia_claim("a", NODE, IMPOSSIBLE)})),
         json.dumps(nvidia_checkpoint({"u": nvidia_claim("a", NODE, ON_GPU_99, state="PrepareStarted")})),
     ],
@@ -295,15 +344,37 @@ def test_a_file_that_can_not_be_understood_holds_every_gpu_and_crashes_nothing(
     nvidia: NvidiaNode, content: str
 ) -> None:
     node = nvidia.start(content=content)
+    inventory = node.node.inventory
+    late = replace(inventory.gpus[0], uuid="GPU-late", minor=8, index=8)
+    inventory.update([*inventory.gpus, late], {})
     assert not offering(node)
-    assert len(faults(node)) == 8
+    assert len(faults(node)) == 9
     assert all("delete the file and restart the plugin" in str(fault) for fault in faults(node).values())
     assert [(about, reason) for about, reason, _ in node.adoptions] == [(f"Node/{NODE}", "ClaimMustEnd")]
 
 
-def test_a_file_that_can_not_be_read_holds_every_gpu(nvidia: NvidiaNode) -> None:
-    nvidia_file(nvidia.kubelet_dir).mkdir(parents=True)
+@pytest.mark.parametrize(
+    "make",
+    [
+        Path.mkdir,
+        os.mkfifo,
+        lambda path: path.symlink_to("/dev/zero"),
+        lambda path: os.truncate(_created(path), 1 << 34),
+    ],
+    ids=["directory", "pipe", "endless", "huge"],
+)
+def test_what_is_no_file_of_a_sensible_size_is_not_read_and_holds_every_gpu(
+    nvidia: NvidiaNode, make: Callable[[Path], None]
+) -> None:
+    file = nvidia_file(nvidia.kubelet_dir)
+    file.parent.mkdir(parents=True)
+    make(file)
     assert not offering(nvidia.again())
+
+
+def _created(path: Path) -> Path:
+    path.touch()
+    return path
 
 
 def test_claims_of_an_earlier_boot_hold_nothing(tmp_path: Path) -> None:
@@ -347,6 +418,22 @@ def test_a_claim_with_admin_access_holds_nothing(nvidia: NvidiaNode) -> None:
     node = nvidia.start()
     assert offering(node) == list(range(8))
     assert [device.device for device in node.preparer.prepare(claim)] == ["gpu-0"]
+
+
+def test_a_claim_of_a_gpu_that_nvml_does_not_have_renames_no_other_gpu(nvidia: NvidiaNode) -> None:
+    gone = replace(nvidia.gpus[0], uuid="GPU-gone")
+    nvidia.prepared("virtual", lambda uid: of_gpu(gone, uid, NODE))
+    before, again = nvidia.start().node.inventory, nvidia.again().node.inventory
+    assert [again.number(gpu) for gpu in again.gpus] == [before.number(gpu) for gpu in before.gpus]
+
+
+@pytest.mark.parametrize("driver", [NVIDIA_DRIVER, "another.example.com"])
+def test_a_device_with_admin_access_and_for_its_own_use_is_held(nvidia: NvidiaNode, driver: str) -> None:
+    nvidia.whole("both")
+    [of_file] = nvidia.claims.values()
+    watched = {"request": "watch", "driver": driver, "pool": NODE, "device": "gpu-0", "adminAccess": True}
+    of_file["status"]["allocation"]["devices"]["results"].append(watched)
+    assert offering(nvidia.start()) == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_a_claim_allocated_anew_from_ours_releases_what_was_adopted(nvidia: NvidiaNode) -> None:

@@ -25,7 +25,7 @@ NODES, PODS = "/api/v1/nodes", "/api/v1/namespaces/team/pods"
 TEMPLATES = "/apis/resource.k8s.io/v1/namespaces/team/resourceclaimtemplates"
 CLAIMS = "/apis/resource.k8s.io/v1/namespaces/team/resourceclaims"
 CLASSES = "/apis/resource.k8s.io/v1/deviceclasses"
-OWN = "gpu.tessera.dev/node"
+OWN, ANNOTATION = "gpu.tessera.dev/node", "gpu.tessera.dev/migration"
 DEVICE_PLUGIN, MIG_MANAGER = "nvidia.com/gpu.deploy.device-plugin", "nvidia.com/gpu.deploy.mig-manager"
 LABELS = {DEVICE_PLUGIN: "true", MIG_MANAGER: "true", "nvidia.com/gpu.present": "true"}
 
@@ -34,6 +34,13 @@ class MovingNode(ObjectApi):
     """A node on which the device plugin of the GPU Operator and Tessera's node plugin run as its labels say."""
 
     leaves = True
+    refused: tuple[str, str] | None = None
+    """Command and part of the path of requests that the account may not make."""
+
+    def _answer(self, exchange: Exchange) -> None:
+        if self.refused and exchange.command == self.refused[0] and self.refused[1] in exchange.path:
+            return exchange.refuse(403, "not allowed")
+        return super()._answer(exchange)
 
     def _write(self, exchange: Exchange) -> None:
         super()._write(exchange)
@@ -97,6 +104,7 @@ def plan_of(site: Site, *flags: str) -> dict[str, Any]:
     [
         ("node-q", (), "NODE node-q: the cluster has no such node: kubectl get nodes"),
         (NODE, ("--plan", "--back"), "--plan and --back exclude each other"),
+        (f"{NODE}/status", (), "the cluster has no such node"),
         (NODE, ("--back",), f"NODE {NODE}: --back needs a node that `tessera migrate` has moved"),
     ],
 )
@@ -157,13 +165,13 @@ def test_a_driver_that_stays_is_named_with_the_way_out(site: Site) -> None:
 def test_the_other_driver_comes_back_only_after_the_pod_of_tessera_has_left(site: Site) -> None:
     labels = {"app.kubernetes.io/name": "tessera", "app.kubernetes.io/component": "node"}
     pod = {"metadata": {"name": "tessera-node-x", "labels": labels}, "spec": {"nodeName": NODE}}
-    site.api.store("/api/v1/namespaces/tessera/pods/tessera-node-x", **pod)
+    site.api.store("/api/v1/namespaces/gpus/pods/tessera-node-x", **pod)
     assert site.migrate().exit_code == 0
     answer = site.migrate("--back", "--timeout", "0.1")
     assert "waits until Tessera's node plugin has left" in answer.stderr
-    assert "pod tessera-node-x" in answer.stderr
+    assert "pod gpus/tessera-node-x" in answer.stderr
     assert site.labels()[DEVICE_PLUGIN] == "false"
-    site.api.drop("/api/v1/namespaces/tessera/pods/tessera-node-x")
+    site.api.drop("/api/v1/namespaces/gpus/pods/tessera-node-x")
     assert site.migrate("--back").exit_code == 0
     assert site.labels() == LABELS
 
@@ -177,11 +185,53 @@ def test_a_node_whose_driver_the_operator_replaces_is_left_alone(site: Site) -> 
     assert "unschedulable" not in site.node()["spec"]
 
 
-def test_an_annotation_that_somebody_has_changed_is_named(site: Site) -> None:
-    site.node()["metadata"]["annotations"] = {"gpu.tessera.dev/migration": "{"}
+def test_labels_that_can_not_be_written_are_named_with_the_cordon(site: Site) -> None:
+    site.api.once("PATCH", MovingNode._write.__get__(site.api), lambda exchange: exchange.refuse(403, "not allowed"))
+    answer = site.migrate()
+    assert answer.exit_code == 1
+    assert f"node {NODE} waits until its labels can be changed, and stays cordoned" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        '{"step": "moved", "x": ' + "[" * 60_000 + "]" * 60_000 + "}",
+        '{"step": "moved", "labels": {"role": "admin"}}',
+    ],
+    ids=["no JSON", "deep", "a label that no move changes"],
+)
+def test_an_annotation_that_somebody_has_changed_is_named_and_sets_nothing(site: Site, text: str) -> None:
+    site.node()["metadata"]["annotations"] = {ANNOTATION: text}
     answer = site.migrate("--back")
     assert answer.exit_code == 1
-    assert "annotation gpu.tessera.dev/migration can't be read" in answer.stderr
+    assert f"annotation {ANNOTATION} can't be read" in answer.stderr
+    assert site.labels() == LABELS
+
+
+def test_a_node_that_was_cordoned_after_its_move_stays_cordoned_on_its_way_back(site: Site) -> None:
+    assert site.migrate().exit_code == 0
+    site.node()["spec"] = {"unschedulable": True}
+    assert site.migrate("--back").exit_code == 0
+    assert site.node()["spec"]["unschedulable"]
+
+
+def test_the_way_back_needs_the_driver_name_of_the_move(site: Site) -> None:
+    assert site.migrate("--timeout", "0.1", "--driver-name", NVIDIA_DRIVER).exit_code == 1
+    before = json.dumps(site.node())
+    answer = site.migrate("--back")
+    assert answer.exit_code == 2
+    assert f"--driver-name {DRIVER}: node {NODE} moves to '{NVIDIA_DRIVER}': give that name" in answer.stderr
+    assert json.dumps(site.node()) == before
+
+
+def test_who_may_not_read_what_the_last_check_needs_is_told_at_once(site: Site) -> None:
+    site.api.refused = ("GET", "gpunodeplans")
+    answer = site.migrate("--timeout", "600")
+    assert answer.exit_code == 1
+    assert "GpuNodePlans can't be listed" in answer.stderr
+    assert "within" not in answer.stderr
+    assert f"tessera migrate {NODE} continues" in answer.stderr
 
 
 @pytest.mark.parametrize(
