@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -67,6 +68,11 @@ def pools(cluster: Cluster) -> set[str]:
     return {item["spec"]["pool"]["name"] for item in items}
 
 
+def says(cluster: Cluster, text: str, *command: str) -> bool:
+    """Whether the command prints ``text``, in as many lines as the terminal needs."""
+    return text in " ".join(run_tessera(cluster, *command, *NAMED).output.split())
+
+
 def bound(workloads: Workloads, pods: list[str]) -> list[str]:
     return [pod for pod in pods if workloads.node(pod)]
 
@@ -90,8 +96,8 @@ def test_one_adopted_1g_claim_leaves_seven_of_eight_gpus_until_its_pod_ends(
     wait_for(lambda: len(bound(workloads, fulls)) == 7, SOON_S, "seven pods are placed")
     [waiting] = set(fulls) - set(bound(workloads, fulls))
     held = f"claim default/old, which NVIDIA's DRA driver prepared, holds {nvidia.device} of it"
-    wait_for(lambda: held in run_tessera(cluster, "why", waiting, *NAMED).output, SOON_S, "the reason of the eighth")
-    wait_for(lambda: held in run_tessera(cluster, "map", *NAMED).output, SOON_S, "the same on the map")
+    for command in (("why", waiting), ("map",)):
+        wait_for(partial(says, cluster, held, *command), SOON_S, f"{command[0]} has the reason of the eighth")
     assert {f"gpu-{number}" for number in range(1, 8)} == {
         workloads.allocated(pod)[0] for pod in fulls if pod != waiting
     }
