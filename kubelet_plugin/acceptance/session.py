@@ -175,9 +175,9 @@ class AcceptanceTest:
             return f"the controller has not withdrawn its offers yet: {', '.join(sorted(offered))}"
         try:
             if partitions := host.partitions(gpu):
-                return f"{len(partitions)} partitions exist that no claim of Tessera's holds"
+                return f"partitions exist that no claim of Tessera's holds: {len(partitions)}"
             if processes := host.processes(gpu):
-                return f"{processes} processes run on the GPU"
+                return f"processes run on the GPU: {processes}"
         except RecoverableError as error:
             return str(error)
         return None

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from driver.clock import wait_until
-from driver.config.flag_values import NVIDIA_DRIVER
+from driver.config.flag_values import DEFAULT_DRIVER, NVIDIA_DRIVER
 from driver.errors import ApiError, FatalError, StateError, UsageError
 from driver.kube.client import KubeClient
 from driver.kube.get_and_list import read_pods
@@ -263,7 +263,8 @@ def _explained(node: MigratingNode, waiting: MigrationWait) -> Iterator[None]:
         waiting.progress.clear()
         if not waiting.step:
             raise
+        name = "" if node.driver == DEFAULT_DRIVER else f" --driver-name {node.driver}"
         raise FatalError(
             f"{str(error) or 'interrupted'}; node {node.name} waits until {waiting.step}, and stays cordoned: "
-            f"tessera migrate {node.name} continues, tessera migrate {node.name} --back undoes it"
+            f"tessera migrate {node.name}{name} continues, tessera migrate {node.name} --back{name} undoes it"
         ) from error

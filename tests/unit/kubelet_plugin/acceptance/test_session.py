@@ -101,7 +101,7 @@ def test_a_gpu_with_partitions_of_somebody_else_is_left_alone(h100: AcceptanceNo
     h100.node.host.set_mig_mode(gpu, enabled=True)
     h100.node.host.create_gpu_instance(gpu, profile, profile.placements[0])
     steps = h100.steps("gpu-0")
-    assert "1 partitions exist that no claim" in steps["idle"].detail
+    assert "partitions exist that no claim of Tessera's holds: 1" in steps["idle"].detail
     assert len(h100.node.partitions()) == 1
 
 
