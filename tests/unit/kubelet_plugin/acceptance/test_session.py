@@ -296,6 +296,9 @@ def test_a_pod_that_comes_during_the_test_waits_for_it(h100: AcceptanceNode) -> 
         eventually(prepared.is_set, "the claim is prepared")
 
 
+QUICK = (NodeStep.CREATE_GPU_INSTANCE, "after"), (NodeStep.DESTROY_GPU_INSTANCE, "before")
+
+
 class Killed(BaseException):
     """The process is gone."""
 
@@ -303,7 +306,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize(
     ("step", "moment"),
     [
-        (step, moment)
+        pytest.param(step, moment, marks=() if (step, moment) in QUICK else pytest.mark.long)
         for step in (
             NodeStep.SET_MIG_MODE,
             NodeStep.CREATE_GPU_INSTANCE,
