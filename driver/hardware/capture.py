@@ -14,7 +14,7 @@ from typing import Any
 
 import pynvml
 
-from driver.hardware.gpu_properties import ARCHITECTURES, MIB
+from driver.hardware.gpu_properties import MIB
 from driver.hardware.nvlink import SWITCH
 from driver.hardware.nvml_errors import NAMES, UNKNOWN_NUMBER, fact, text
 from driver.hardware.pci_distance import Place, find_nics, pci_address, place_of
@@ -90,14 +90,13 @@ def describe_node(nvml: Any, root: Path, gpus: Sequence[tuple[Gpu, Any]]) -> Des
     gpu, handle = gpus[0]
     nvlink = _nvlink(nvml, [(gpu, handle) for gpu, handle in gpus if gpu.nvlink_clique is not None])
     fabric = next((gpu.fabric_clique for gpu, _ in gpus if gpu.fabric_clique is not None), None)
-    cuda_driver = nvml.nvmlSystemGetCudaDriverVersion_v2()
     return {
         "name": f"{re.sub('[^a-z0-9]+', '-', gpu.product_name.lower()).strip('-')[:50]}-{len(gpus)}",
         "summary": f"{len(gpus)} x {gpu.product_name}, as tessera acceptance found them",
         "product": gpu.product_name,
         "productFacts": _product(nvml, handle, gpu),
         "driverVersion": text(nvml.nvmlSystemGetDriverVersion()),
-        "cudaDriverVersion": f"{cuda_driver // 1000}.{cuda_driver % 1000 // 10}",
+        "cudaDriverVersion": gpu.cuda_driver_version.rpartition(".")[0],
         "ecc": bool(gpu.ecc),
         **({"nvlink": nvlink} if nvlink else {}),
         **({"fabric": {"clusterUuid": PSEUDONYM, "cliqueId": int(fabric.rpartition(".")[2])}} if fabric else {}),
@@ -134,25 +133,23 @@ def _place(place: Place) -> Description | None:
 
 def _nvlink(nvml: Any, gpus: Sequence[tuple[Gpu, Any]]) -> Description | None:
     """The links of the GPUs that have peers, and the switches at their ends."""
-    if not gpus or gpus[0][0].nvlink is None:
+    nvlink, handle = next(((gpu.nvlink, handle) for gpu, handle in gpus), (None, None))
+    if nvlink is None:
         return None
-    handle, links = gpus[0][1], gpus[0][0].nvlink.links
-    if SWITCH not in gpus[0][0].nvlink.peers:
-        return {"links": links}
-    ends = (fact(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link) for link in range(links))
+    if SWITCH not in nvlink.peers:
+        return {"links": nvlink.links}
+    ends = (fact(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link) for link in range(nvlink.links))
     switches = sorted({pci_address(text(end.busId)) for end in ends if end is not None})
-    return {"links": links, "switches": switches} if switches else {"links": links, "rackSwitches": True}
+    return {"links": nvlink.links, **({"switches": switches} if switches else {"rackSwitches": True})}
 
 
 def _product(nvml: Any, handle: Any, gpu: Gpu) -> Description:
     """The facts of ``driver.simulator.products.Product``. What NVML does not have is 0."""
-    capability = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    brand, architecture = fact(nvml.nvmlDeviceGetBrand, handle), fact(nvml.nvmlDeviceGetArchitecture, handle)
     return {
         "name": gpu.product_name,
-        "brand": BRAND_NAMES.get(brand, "UNKNOWN"),
-        "architecture": ARCHITECTURES.get(architecture, "Unknown"),
-        "computeCapability": list(capability),
+        "brand": BRAND_NAMES.get(fact(nvml.nvmlDeviceGetBrand, handle), "UNKNOWN"),
+        "architecture": gpu.architecture,
+        "computeCapability": [int(number) for number in gpu.cuda_compute_capability.split(".")[:2]],
         "pciDeviceId": nvml.nvmlDeviceGetPciInfo(handle).pciDeviceId,
         "memoryMib": gpu.memory_bytes // MIB,
         "multiprocessors": gpu.multiprocessors or 0,
@@ -184,14 +181,8 @@ def _profiles(nvml: Any, handle: Any, gpu: Gpu) -> Iterator[Description]:
     fewest = min((profile.multiprocessors for profile in gpu.profiles), default=0)
     by_id = {profile.id: profile for profile in gpu.profiles}
     for index in range(pynvml.NVML_GPU_INSTANCE_PROFILE_COUNT if by_id else 0):
-        try:
-            info = nvml.nvmlDeviceGetGpuInstanceProfileInfo(handle, index)
-        except pynvml.NVMLError as error:
-            if error.value in UNKNOWN_NUMBER:
-                continue
-            raise
-        profile = by_id.get(info.id)
-        if profile is None:
+        info = fact(nvml.nvmlDeviceGetGpuInstanceProfileInfo, handle, index, absent=UNKNOWN_NUMBER)
+        if info is None or (profile := by_id.get(info.id)) is None:
             continue
         is_revision = profile.compute_slices == 1 and profile.multiprocessors > fewest
         yield {

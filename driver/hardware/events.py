@@ -76,12 +76,9 @@ class Events:
         """
         event_set = self._nvml.nvmlEventSetCreate()
         try:
-            event_types: int = WANTED & self._nvml.nvmlDeviceGetSupportedEventTypes(handle)
-            if event_types:
-                self._nvml.nvmlDeviceRegisterEvents(handle, event_types, event_set)
+            return self._register_supported(handle, event_set)
         finally:
             self._nvml.nvmlEventSetFree(event_set)
-        return event_types
 
     def wait(self, handles: Mapping[str, Any], timeout_s: float) -> GpuEvent | None:
         """Return the next event of one of the GPUs (by UUID), or None after the timeout."""
@@ -100,12 +97,17 @@ class Events:
     def _subscribe(self, handle: Any) -> None:
         """Raises NVMLError, unless the GPU reports no events at all."""
         try:
-            event_types = WANTED & self._nvml.nvmlDeviceGetSupportedEventTypes(handle)
-            if event_types:
-                self._nvml.nvmlDeviceRegisterEvents(handle, event_types, self._set)
+            self._register_supported(handle, self._set)
         except pynvml.NVMLError as error:
             if error.value not in ABSENT:
                 raise
+
+    def _register_supported(self, handle: Any, event_set: Any) -> int:
+        """Register those of WANTED that the GPU supports, and return them. Raises NVMLError."""
+        event_types: int = WANTED & self._nvml.nvmlDeviceGetSupportedEventTypes(handle)
+        if event_types:
+            self._nvml.nvmlDeviceRegisterEvents(handle, event_types, event_set)
+        return event_types
 
     def _register_all(self, handles: Mapping[str, Any]) -> None:
         for uuid, handle in handles.items():

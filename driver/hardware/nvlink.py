@@ -94,12 +94,8 @@ def _joined(peers: Mapping[str, Iterable[str]]) -> list[set[str]]:
 
 def _links_up(nvml: Any, handle: Any) -> Iterator[int]:
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
-        try:
-            state = nvml.nvmlDeviceGetNvLinkState(handle, link)
-        except pynvml.NVMLError as error:
-            if error.value in UNKNOWN_NUMBER:
-                continue  # not the end: numbers may have gaps where a board leaves links out
-            raise
+        # None is not the end: numbers may have gaps where a board leaves links out.
+        state = fact(nvml.nvmlDeviceGetNvLinkState, handle, link, absent=UNKNOWN_NUMBER)
         if state == pynvml.NVML_FEATURE_ENABLED:
             yield link
 

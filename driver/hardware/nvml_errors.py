@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,12 +59,13 @@ def described(error: pynvml.NVMLError) -> str:
     return f"{NAMES.get(code, 'error')} ({code}{', ' + remedy if remedy else ''})"
 
 
-def fact(function: Callable[..., Any], *arguments: Any) -> Any | None:
-    """Return the result of an NVML function, or None if the GPU or its driver does not support it."""
+def fact(function: Callable[..., Any], *arguments: Any, absent: Container[int] = ABSENT) -> Any | None:
+    """Return the result of an NVML function, or None if the GPU or its driver does not support it (``absent``: codes
+    that say so)."""
     try:
         return function(*arguments)
     except pynvml.NVMLError as error:
-        if error.value in ABSENT:
+        if error.value in absent:
             return None
         raise
 

@@ -197,10 +197,8 @@ class AcceptanceTest:
             raise HardwareError(f"no {product} of this node can be used: {inventory.fault(tested.gpu)}")
         description = tested.host.describe(gpus)
         for profile in description["productFacts"]["profiles"]:
-            measured = {start: tested.memory.get((profile["id"], start)) for start in profile["starts"]}
-            differing = {start: mib for start, mib in measured.items() if mib not in (None, profile["memoryMib"])}
-            if differing:
-                profile["memoryByStart"] = differing
+            if by_start := tested.other_memory_of(profile["id"]):
+                profile["memoryByStart"] = by_start
         return description
 
 

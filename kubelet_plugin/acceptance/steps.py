@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 from driver.errors import HardwareError, RecoverableError
 from driver.hardware.events import EVENT_KINDS
+from driver.hardware.gpu_properties import MIB
 from driver.hardware.nvml_errors import ABSENT
 from driver.hardware.usage import SHORTEST_WINDOW_SECONDS
 from driver.model.device import Device
@@ -23,10 +25,9 @@ from driver.model.gpu_settings import TimeSlice
 from driver.model.offer import DeviceKind
 from driver.model.usage import UsageTarget
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
+from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.rehearsals import Rehearsals
 from kubelet_plugin.inventory.inventory import ClaimReference
-
-MIB = 1 << 20
 
 LISTED_FAILURES = 3
 """Most failures of one step that its message describes; the others are counted."""
@@ -40,13 +41,13 @@ class StepSkipped(Exception):
 class TestedGpu:
     """One GPU in a test. ``is_ended``: nobody waits for the result any more.
 
-    ``memory`` receives the measured memory of partitions in MiB, by profile id and start.
+    ``other_memory`` receives the measured memory of partitions that differs from their profile's: in MiB.
     """
 
     gpu: Gpu
     rehearsals: Rehearsals
     is_ended: Callable[[], bool]
-    memory: dict[tuple[int, int], int] = field(default_factory=dict)
+    other_memory: list[tuple[Device, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.host, self.inventory = self.rehearsals.partitions.host, self.rehearsals.stores.inventory
@@ -68,16 +69,32 @@ class TestedGpu:
         """The partitions that the GPU can have, whatever its MIG mode."""
         return [device for device in self.inventory.devices_on(self.gpu) if device.profile is not None]
 
+    def other_memory_of(self, profile_id: int) -> dict[int, int]:
+        """``other_memory`` of one profile, by start."""
+        return {
+            device.placement.start: mib
+            for device, mib in self.other_memory
+            if device.placement and device.profile and device.profile.id == profile_id
+        }
+
+    @contextmanager
+    def recorded(self, device: Device, time_slice: TimeSlice | None = None) -> Iterator[ClaimRecord]:
+        """Record ``device`` for the block, as ``Rehearsals.recorded`` does, with the lock of the record."""
+        with (
+            self.rehearsals.stores.locks.hold([claim_key(self.reference.uid)], self.reference.name),
+            self.rehearsals.recorded(self.reference, device, time_slice) as record,
+        ):
+            yield record
+
     def cut_and_measure(self, device: Device) -> tuple[float, float]:
         """Cut ``device``, check it, and remove it again. Return the seconds of both changes."""
-        rehearsals, started = self.rehearsals, time.perf_counter()
-        with rehearsals.stores.locks.hold([claim_key(self.reference.uid)], self.reference.name):
-            with rehearsals.recorded(self.reference, device) as record:
-                partition = rehearsals.partitions.make(device, record.devices[0])
-                cut = time.perf_counter() - started
-                self._check(device, partition)
-                started = time.perf_counter()
-            return cut, time.perf_counter() - started
+        started = time.perf_counter()
+        with self.recorded(device) as record:
+            partition = self.rehearsals.partitions.make(device, record.devices[0])
+            cut = time.perf_counter() - started
+            self._check(device, partition)
+            started = time.perf_counter()
+        return cut, time.perf_counter() - started
 
     def _check(self, device: Device, partition: Partition | None) -> None:
         if partition is None or not partition.complete or device.profile is None or device.placement is None:
@@ -88,8 +105,8 @@ class TestedGpu:
             total = self.usage.read(target).memory_total
         finally:
             self.usage.keep(())
-        if total is not None:
-            self.memory[device.profile.id, device.placement.start] = total // MIB
+        if total is not None and total // MIB != device.profile.memory_bytes // MIB:
+            self.other_memory.append((device, total // MIB))
 
 
 def functions_of_nvml(tested: TestedGpu) -> str:
@@ -179,15 +196,12 @@ def switched_mig_mode(tested: TestedGpu) -> str:
 
 
 def time_slice(tested: TestedGpu) -> str:
-    gpu, rehearsals = tested.gpu, tested.rehearsals
+    gpu = tested.gpu
     if tested.host.mig_enabled(gpu):
         raise StepSkipped("MIG mode is on")
     full = next(device for device in tested.inventory.devices_on(gpu) if device.kind is DeviceKind.FULL)
     try:
-        with (
-            rehearsals.stores.locks.hold([claim_key(tested.reference.uid)], tested.reference.name),
-            rehearsals.recorded(tested.reference, full, TimeSlice.SHORT),
-        ):
+        with tested.recorded(full, TimeSlice.SHORT):
             tested.host.set_time_slice(gpu, TimeSlice.SHORT)
     except HardwareError as error:
         if error.code in ABSENT:
@@ -216,12 +230,10 @@ def every_partition(tested: TestedGpu) -> str:
         more = f"; {len(failures) - LISTED_FAILURES} more" if len(failures) > LISTED_FAILURES else ""
         raise HardwareError(f"{done}; {'; '.join(failures[:LISTED_FAILURES])}{more}")
     differing = [
-        f"{device.name} has {measured} MiB, its profile says {device.profile.memory_bytes // MIB}"
-        for device in tested.partitions
-        if device.profile is not None and device.placement is not None
-        and (measured := tested.memory.get((device.profile.id, device.placement.start), 0))
-        and measured != device.profile.memory_bytes // MIB
-    ]  # fmt: skip
+        f"{device.name} has {mib} MiB, its profile says {device.profile.memory_bytes // MIB}"
+        for device, mib in tested.other_memory
+        if device.profile is not None
+    ]
     texts = [done, f"cut: {_milliseconds(cuts)}", f"removal: {_milliseconds(removals)}", *differing[:LISTED_FAILURES]]
     return "; ".join(texts)
 
@@ -229,12 +241,9 @@ def every_partition(tested: TestedGpu) -> str:
 def killed_plugin(tested: TestedGpu) -> str:
     """The command checks afterwards that the next process has removed the partition (``present_partitions``)."""
     _require_mig(tested)
-    device, rehearsals = tested.partitions[0], tested.rehearsals
-    with (
-        rehearsals.stores.locks.hold([claim_key(tested.reference.uid)], tested.reference.name),
-        rehearsals.recorded(tested.reference, device) as record,
-    ):
-        rehearsals.partitions.make(device, record.devices[0])
+    device = tested.partitions[0]
+    with tested.recorded(device) as record:
+        tested.rehearsals.partitions.make(device, record.devices[0])
         os._exit(128 + signal.SIGKILL)  # the first process of a container can't send itself SIGKILL
 
 

@@ -54,8 +54,11 @@ def lint(paths: Sequence[str], driver_name: str, kueue: bool, output: str) -> No
     findings = [*unreadable, *check(documents, classes, driver_name), *lint_pods(documents, classes)]
     findings += findings_in(documents, node_config_issues)
     contents = [document.content for document in documents if document.content is not None]
-    skipped = [content for content in contents if kind_of(content) is None and not makes_pods(content)]
-    skipped = [content for content in skipped if node_configs(content) is None]
+    skipped = [
+        content
+        for content in contents
+        if kind_of(content) is None and not makes_pods(content) and node_configs(content) is None
+    ]
     if kueue:
         from deviceclasses.lint.kueue_rules import is_checked, lint_kueue
 

@@ -346,10 +346,10 @@ WRONG_CONFIGS = [{"name": "l4", "nodeSelector": {"gpu": "l4"}, "settings": {"sha
 def test_settings_by_node_are_checked_like_the_node_plugin_reads_them(content: object) -> None:
     answer = run("-", "-o", "json", given=yaml.safe_dump(content))
     assert answer.exit_code == 1
-    found = {finding["path"]: finding["message"] for finding in json.loads(answer.output)}
-    assert found.keys() == {"nodeConfigs[0].settings.sharez", "nodeConfigs[1].name"}
-    assert "did you mean shares?" in found["nodeConfigs[0].settings.sharez"]
-    assert "another configuration has that name" in found["nodeConfigs[1].name"]
+    messages = {finding["path"]: finding["message"] for finding in json.loads(answer.output)}
+    assert messages.keys() == {"nodeConfigs[0].settings.sharez", "nodeConfigs[1].name"}
+    assert "did you mean shares?" in messages["nodeConfigs[0].settings.sharez"]
+    assert "another configuration has that name" in messages["nodeConfigs[1].name"]
 
 
 @pytest.mark.parametrize("text", ["nodeConfigs: [{2026-01-01: x}]", "nodeConfigs: &it [*it]"], ids=["a date", "itself"])
