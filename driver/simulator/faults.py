@@ -6,6 +6,10 @@ others use the node; they take effect at the next call.
 
 from __future__ import annotations
 
+import os
+import signal
+from contextlib import suppress
+
 import msgspec
 import pynvml
 from msgspec.structs import replace
@@ -41,6 +45,10 @@ EVENT_NAMES = {
     bit: name.removeprefix("Type") for bit, name in _constants("nvmlEvent").items() if bit and name != "TypeAll"
 }
 """NVML's event types by bit, as XidCriticalError."""
+
+
+ILLEGAL_ADDRESS = 31
+"""The XID of a program that uses an illegal address, as seen on an H200."""
 
 
 class FaultControl:
@@ -129,13 +137,18 @@ class FaultControl:
         """Report an XID, as the kernel module does: an event for the listeners of that GPU.
 
         An XID after which the whole GPU needs a reset also sets NVML's recovery action, if the driver reports it. The
-        exception is the XID of a GPU that fell off the bus: it is reset before it answers again.
+        exception is the XID of a GPU that fell off the bus: it is reset before it answers again. An illegal address
+        ends the MPS servers of the GPU, and with them all their clients.
 
         :param device: MIG device it happened on; None: the whole GPU
         """
         if number < 0:
             raise UsageError(f"xid: {number} is not accepted; a number from 0")
         self.event(gpu, pynvml.nvmlEventTypeXidCriticalError, number, device)
+        servers = [process.pid for process in self._machine.gpu_state(gpu).processes if process.mps_server]
+        for pid in servers if number == ILLEGAL_ADDRESS else ():
+            with suppress(ProcessLookupError):  # it was killed together with its daemon
+                os.kill(pid, signal.SIGTERM)
         needs_reset = meaning_of(number).meaning is Meaning.FATAL and number != FALLEN_OFF_THE_BUS
         if device is None and needs_reset and self._machine.reports_recovery_action:
             self._set_recovery_action(gpu, pynvml.NVML_GPU_RECOVERY_ACTION_GPU_RESET)

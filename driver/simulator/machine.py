@@ -49,11 +49,16 @@ MIG_CHANGED = SimulatedEvent(0, pynvml.nvmlEventMigConfigChange)
 
 
 class Process(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
-    """A process: pid, bytes of GPU memory, and the UUID of the MIG device that it uses; empty: the whole GPU."""
+    """A process: pid, bytes of GPU memory, and the UUID of the MIG device that it uses; empty: the whole GPU.
+
+    ``mps_server``, ``mps_client``: whether it is a server of MPS or a client of one.
+    """
 
     pid: int
     memory: int
     device: str = ""
+    mps_server: bool = False
+    mps_client: bool = False
 
 
 class ComputeInstance(msgspec.Struct, frozen=True, rename="camel"):
@@ -103,7 +108,9 @@ class SimulatedGpuState(msgspec.Struct, frozen=True, rename="camel"):
 
     def processes_at(self, now: float) -> list[Process]:
         """All processes, those of loads included."""
-        return [*self.processes, *(Process(load.pid, load.memory_at(now), load.device) for load in self.loads.running)]
+        loads = (load for load in self.loads.running if load.until is None)
+        of_loads = (Process(load.pid, load.memory_at(now), load.device, mps_client=load.server > 0) for load in loads)
+        return [*self.processes, *of_loads]
 
     @property
     def mig_devices(self) -> dict[str, tuple[GpuInstance, ComputeInstance]]:

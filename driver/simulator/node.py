@@ -118,10 +118,11 @@ class SimulatedNode(Machine):
         """
         self.change(minor, lambda state: (mig_rules.reset(state), None), event=MIG_CHANGED)
 
-    def put_load(self, device: str, phases: tuple[Phase, ...], *, pid: int = LOAD_PID) -> None:
+    def put_load(self, device: str, phases: tuple[Phase, ...], *, pid: int = LOAD_PID, server: int = 0) -> None:
         """Load a GPU or a MIG device (UUID) from now on; replaces its load of the same process id.
 
-        The load of a MIG device ends with it, that of a GPU with a reset, a reboot or MIG mode.
+        The load of a MIG device ends with it, that of a GPU with a reset, a reboot or MIG mode. ``server``: the MPS
+        server (process id) whose client the process is.
 
         :raises UsageError: no such device, or more than it has
         """
@@ -130,7 +131,8 @@ class SimulatedNode(Machine):
 
         def rule(state: SimulatedGpuState) -> tuple[SimulatedGpuState, None]:
             now = self.clock()
-            load = Load(phases, mig, pid, now, *_parts(product, state, mig))
+            load = Load(phases, mig, pid, now, *_parts(product, state, mig), server=server)
+            _check_compute_mode(state, load)
             loads = state.loads.put(load)
             check_activity(list(loads.on(mig)), nvlink=self.has_nvlink(minor))
             total = self.memory_mib(state, mig) << 20
@@ -164,6 +166,19 @@ class SimulatedNode(Machine):
             near = meant(device, devices)
             raise UsageError(f"device: {device} is not on this node{near}; accepted: {', '.join(devices)}")
         return devices[device]
+
+
+def _check_compute_mode(state: SimulatedGpuState, load: Load) -> None:
+    """Refuse a process that the compute mode keeps out: the clients of one MPS server count as one process.
+
+    :raises UsageError: CUDA would say that the devices are busy or unavailable
+    """
+    others = [process.pid for process in state.processes]
+    others += [other.pid for other in state.loads.on(load.device) if other.pid != load.pid]
+    mode = ComputeMode(state.compute_mode)
+    if mode is ComputeMode.PROHIBITED or (mode is ComputeMode.EXCLUSIVE_PROCESS and others and not load.server):
+        by = f"; processes {', '.join(map(str, others))} use the GPU" if others else ""
+        raise UsageError(f"pid: the compute mode of the GPU is {mode.name}{by}; accepted: a client of its MPS server")
 
 
 def _parts(product: Product, state: SimulatedGpuState, mig: str) -> tuple[float, float]:

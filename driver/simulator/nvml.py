@@ -15,6 +15,7 @@ from types import FunctionType
 from typing import Any, NoReturn
 
 import pynvml
+from msgspec.structs import replace
 
 from driver.simulator.description import NvlinkDescription
 from driver.simulator.machine import Process, SimulatedGpuState
@@ -33,6 +34,7 @@ from driver.simulator.nvml_base import (
 from driver.simulator.nvml_gpm import MIB, GpmCalls
 from driver.simulator.nvml_mig import MigCalls
 from driver.simulator.smi_tool import CALL as SMI
+from driver.simulator.smi_tool import COMPUTE_MODES
 
 # Highest SM clock in MHz. Not published; only the memory clock matters.
 _MAX_SM_CLOCK = 1980
@@ -122,8 +124,16 @@ class DeviceCalls(NvmlSession):
 
     @simulated
     def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Any]:
+        return self._running(handle, mps_clients=False)
+
+    @simulated
+    def nvmlDeviceGetMPSComputeRunningProcesses(self, handle: Any) -> list[Any]:
+        return self._running(handle, mps_clients=True)
+
+    def _running(self, handle: Any, *, mps_clients: bool) -> list[Any]:
         state, device = self._state_and_device(handle)
-        return [_process_info(process, state) for process in self._processes(state, device)]
+        processes = (process for process in self._processes(state, device) if process.mps_client is mps_clients)
+        return [_process_info(process, state) for process in processes]
 
     def _state_and_device(self, handle: Any) -> tuple[SimulatedGpuState, str | None]:
         """The GPU's state and the UUID of its MIG device; None: the GPU. A destroyed device is INVALID_ARGUMENT."""
@@ -140,6 +150,15 @@ class DeviceCalls(NvmlSession):
     @simulated
     def nvmlDeviceGetComputeMode(self, handle: Any) -> int:
         return self.machine.gpu_state(self.gpu(handle)).compute_mode
+
+    @simulated
+    def nvmlDeviceSetComputeMode(self, handle: Any, mode: int) -> None:
+        minor, number = self.gpu(handle), integer(mode)
+        if number not in COMPUTE_MODES.values():
+            raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        if self.machine.gpu_state(minor).mig_enabled:
+            raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        self.machine.change(minor, lambda state: (replace(state, compute_mode=number), None))
 
     @simulated
     def nvmlSystemGetDriverVersion(self) -> str:

@@ -58,7 +58,7 @@ def run(arguments: list[str]) -> tuple[int, str]:
     """``NODE compute-policy [-i ID] --set-timeslice N`` or ``NODE -i ID -c MODE``; exit status and output."""
     node, *rest = arguments
     options = _options(rest)
-    gpus = _gpus(Path(node))
+    gpus = present_gpus(Path(node))
     chosen = _chosen(gpus, options.get("-i"))
     if not chosen:
         return NVML_NOT_FOUND, "No devices were found"
@@ -84,7 +84,7 @@ def _options(arguments: list[str]) -> dict[str, str]:
     return {names.get(word, word): ([*words, ""])[at + 1] for at, word in enumerate(words) if word.startswith("-")}
 
 
-def _gpus(node: Path) -> list[PresentGpu]:
+def present_gpus(node: Path) -> list[PresentGpu]:
     """The GPUs in procfs, which a removed GPU is not."""
     texts = [path.read_text() for path in (node / "proc/driver/nvidia/gpus").glob("*/information")]
     facts = [dict(line.split(":", 1) for line in text.splitlines()) for text in texts]
@@ -127,12 +127,12 @@ def _changing(node: Path, gpu: PresentGpu) -> Iterator[Json]:
         raise SmiFailure(NO_PERMISSION)
     _strike(node, gpu)
     path = node / "sim" / f"gpu-{gpu.minor}.json"
-    with _locked(path.with_suffix(".lock")):
+    with locked(path.with_suffix(".lock")):
         state: Json = json.loads(path.read_text())
         if state.get("migEnabled"):
             raise SmiFailure(NOT_SUPPORTED)
         yield state
-        _replace(path, json.dumps(state))
+        replace_text(path, json.dumps(state))
 
 
 def _strike(node: Path, gpu: PresentGpu) -> None:
@@ -150,21 +150,21 @@ def _use_up(path: Path, fault: Json) -> None:
     """Count one occurrence of a fault that happens only so often."""
     if "times" not in fault:
         return
-    with _locked(path.with_suffix(".lock")):
+    with locked(path.with_suffix(".lock")):
         content: Json = json.loads(path.read_text())
         others = [other for other in content["faults"] if other["id"] != fault["id"]]
         remaining = [{**fault, "times": fault["times"] - 1}] if fault["times"] > 1 else []
-        _replace(path, json.dumps({**content, "faults": [*others, *remaining]}))
+        replace_text(path, json.dumps({**content, "faults": [*others, *remaining]}))
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.new")
     temporary.write_text(text)
     temporary.replace(path)

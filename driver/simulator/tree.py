@@ -18,9 +18,11 @@ import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 
 from driver.simulator import smi_tool
 from driver.simulator.description import GpuDescription, NodeDescription, PciPlace
+from driver.simulator.mps import control_program, server_program
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
@@ -303,6 +305,17 @@ def _driver_files(description: NodeDescription, root: Path) -> None:
         write_file(folder / f"{name}.so.{version}", f"{name} {version}, simulated\n", 0o755)
         link(folder / f"{name}.so.1", f"{name}.so.{version}")
     write_file(root / "usr/bin/nvidia-smi", _smi_script(description), 0o755)
+    for path, module in ((control_program.PROGRAM, control_program), (server_program.SERVER_PROGRAM, server_program)):
+        write_file(root / path, _mps_script(module), 0o755)
+
+
+def _mps_script(module: ModuleType) -> str:
+    """A program of MPS on the host; no container gets to run it."""
+    home = Path(__file__).parents[2]
+    return f"""\
+#!/bin/sh
+PYTHONPATH={shlex.quote(str(home))} exec {shlex.quote(sys.executable)} -S -m {module.__name__} "$0" "$@"
+"""
 
 
 def _smi_script(description: NodeDescription) -> str:

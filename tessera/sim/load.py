@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ import msgspec
 from driver.config.flag_values import SIMULATED_NODES
 from driver.config.suggestions import meant
 from driver.errors import UsageError
+from driver.simulator.mps.control_program import connect_client
+from driver.simulator.mps.limits import CudaError, Refusal
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.gpu_load import LOAD_PID, RATIOS, Phase, SimulatedActivity, constant, duty, steps
 from kubelet_plugin.checkpoint.records import ClaimRecord
@@ -59,6 +62,7 @@ def load(target: str, pattern: str | None, pid: int | None, clear: bool, host_ro
 
     NVML's GPM samples, utilization, memory and processes show the load. A new load replaces the one of the same
     process. Columns of a CSV file: second,sm,tensor,dram,memory, or those of its header; a row lasts until the next.
+    With CUDA_MPS_PIPE_DIRECTORY in its environment the process is a client of MPS, as a program with CUDA would be.
 
     \b
     Examples:
@@ -76,8 +80,31 @@ def load(target: str, pattern: str | None, pid: int | None, clear: bool, host_ro
         if clear:
             node.end_load(device, pid)
         else:
-            node.put_load(device, phases, pid=pid or default_pid)
-            click.echo(f"{device} loaded by process {pid or default_pid}")
+            server = _mps_server(node, device, phases)
+            node.put_load(device, phases, pid=pid or default_pid, server=server)
+            under = f", client of MPS server {server}" if server else ""
+            click.echo(f"{device} loaded by process {pid or default_pid}{under}")
+
+
+def _mps_server(node: SimulatedNode, device: str, phases: tuple[Phase, ...]) -> int:
+    """The MPS server to which this process' environment leads, as it leads a program with CUDA; 0: none answers.
+
+    Raises UsageError: CUDA would fail, or the server leaves the program less.
+    """
+    pipe = os.environ.get("CUDA_MPS_PIPE_DIRECTORY")
+    if pipe is None:
+        return 0
+    memory = max(phase.memory for phase in phases)
+    try:
+        granted = connect_client(Path(pipe), device, memory, os.environ, os.getuid())
+    except CudaError as error:
+        raise UsageError(f"{device}: {error}") from error
+    except Refusal:
+        return 0  # without a daemon a program runs outside of MPS, in silence
+    sm = max(phase.activity.sm for phase in phases)
+    if sm > granted.threads / 100:
+        raise UsageError(f"sm: {sm:g} is not accepted; 0 to {granted.threads / 100:g}: the active thread percentage")
+    return granted.server
 
 
 def claim_devices(root: Path) -> Iterator[tuple[str, list[str]]]:

@@ -69,6 +69,8 @@ class Load(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     """A process that loads a device since some time (seconds since the epoch), repeating its phases.
 
     ``compute`` and ``memory`` are the device's parts of the GPU: of its compute slices and its memory slices.
+    ``server`` is the process id of the MPS server whose client the process is, 0: none; ``until`` when the process
+    ended with it, None: it runs.
     """
 
     phases: tuple[Phase, ...]
@@ -77,6 +79,8 @@ class Load(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     since: float = 0.0
     compute: float = 1.0
     memory: float = 1.0
+    server: int = 0
+    until: float | None = None
 
     @property
     def period(self) -> float:
@@ -111,7 +115,7 @@ class Load(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
 
     def _position(self, now: float) -> tuple[int, float]:
         """Complete repetitions, and seconds since the last began."""
-        elapsed = max(0.0, now - self.since)
+        elapsed = max(0.0, (now if self.until is None else min(now, self.until)) - self.since)
         repeats = floor(elapsed / self.period)
         return repeats, max(0.0, elapsed - repeats * self.period)
 
@@ -129,7 +133,8 @@ class Loads(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
 
     def end(self, device: str, now: float, pid: int | None = None) -> Loads:
         """End the loads of a device; with ``pid`` only that one."""
-        return self._without([load for load in self.on(device) if pid in (None, load.pid)], now)
+        ended = [load for load in self.running if load.device == device and pid in (None, load.pid)]
+        return self._without(ended, now)
 
     def end_on_missing(self, present: Container[str], now: float) -> Loads:
         """End the loads of devices that do not exist any more, and drop their counters; those of the GPU stay."""
@@ -138,7 +143,8 @@ class Loads(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
         return remaining if ended == remaining.ended else replace(remaining, ended=ended)
 
     def on(self, device: str) -> Iterator[Load]:
-        return (load for load in self.running if load.device == device)
+        """The loads of a device that have not ended with their MPS server."""
+        return (load for load in self.running if load.device == device and load.until is None)
 
     def counters(self, device: str, now: float) -> SimulatedActivity:
         """Integrals of a device's activity; those of the whole GPU include its MIG devices."""
