@@ -16,9 +16,9 @@ import click
 
 from controller.settings import ControllerSettings, controller_settings
 from controller.step_names import Observer, Step
+from driver.config.log_options import with_logs
 from driver.http import Check, health_pages, serve
 from driver.kube.client import ApiReach
-from driver.logs import with_logs
 from driver.watchdog import Watchdog
 
 if TYPE_CHECKING:

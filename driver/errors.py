@@ -6,6 +6,7 @@
     │   ├── HardwareError        NVML, sysfs or a device node answered with an error
     │   ├── ApiError             the API server refused, or could not be reached
     │   ├── StateError           stored state can't be read or written
+    │   ├── MpsError             the node's MPS daemon pod does not answer, or an MPS control daemon fails
     │   └── CelError             a CEL expression that can't be evaluated
     └── FatalError               the process ends with ``exit_code`` and this message
         ├── UsageError           exit code 2: invalid options or input
@@ -77,6 +78,10 @@ def accepted_status(*statuses: int) -> Iterator[None]:
 
 class StateError(RecoverableError):
     """Stored state (checkpoint, CDI spec, a plan's status) can't be read or written."""
+
+
+class MpsError(RecoverableError):
+    """The pod of the node's MPS daemons does not answer, or a control daemon fails: no fault of a GPU or the node."""
 
 
 class CelError(RecoverableError):

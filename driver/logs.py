@@ -5,12 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable
 from datetime import UTC, datetime
-from functools import wraps
 from typing import Any
-
-import click
 
 STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 """What a LogRecord carries by itself; everything else came through ``extra``."""
@@ -45,28 +41,6 @@ def configure_logs(style: str, level: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # It logs every connection it retries; ours say what that meant.
     logging.getLogger("urllib3").setLevel(logging.ERROR)
-
-
-def with_logs(level: str = "info") -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add ``--log-format`` and ``--log-level`` to a command, and configure the logs before it runs."""
-    log_format = click.option(
-        "--log-format", type=click.Choice(FORMATS), default="text", show_default=True, help="Format of the log lines."
-    )
-    log_level = click.option(
-        "--log-level", type=click.Choice(LEVELS), default=level, show_default=True, help="Least severe level to log."
-    )
-
-    def add(command: Callable[..., None]) -> Callable[..., None]:
-        @log_format
-        @log_level
-        @wraps(command)
-        def run(*, log_format: str, log_level: str, **options: Any) -> None:
-            configure_logs(log_format, log_level)
-            command(**options)
-
-        return run
-
-    return add
 
 
 def _shown(value: Any) -> str:

@@ -15,8 +15,8 @@ from typing import Any
 
 import click
 
+from driver.config.log_options import with_logs
 from driver.errors import ApiError, EnvironmentFault, FatalError, TesseraError
-from driver.logs import with_logs
 
 log = logging.getLogger(__name__)
 

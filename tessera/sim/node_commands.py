@@ -12,8 +12,8 @@ from typing import Any
 import click
 
 from driver.config.flag_values import SIMULATED_NODES, check_driver_name
+from driver.config.log_options import with_logs
 from driver.errors import UsageError
-from driver.logs import with_logs
 from driver.model.plan import PlanMode
 from driver.simulator.description import known_descriptions
 from driver.simulator.node import SimulatedNode, describe

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +19,9 @@ from driver.simulator.mps.control_daemon import PID_FILE
 from driver.simulator.mps.control_program import PROGRAM
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.latency import ZERO_LATENCY
+from kubelet_plugin.mps.client import MpsAccess, MpsClient
 from tessera.sim.node_commands import sim
+from tests.harness.waiting import wait_for
 
 LEGACY, WITH_PROTOCOL_3 = "580.159.04", "615.71.09"
 """Versions of the driver."""
@@ -64,9 +67,13 @@ class MpsNode:
     def servers(self) -> list[int]:
         return [int(pid) for pid in self.commands("get_server_list").split()]
 
-    def load(self, *arguments: str, pipe: Path | None = None, **environment: str) -> Result:
-        """``tessera sim load 0`` as a client of ``pipe`` (default: the daemon's own directory)."""
-        variables = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe or self.pipe), **environment}
+    def load(self, *arguments: str, pipe: Path | str | None = None, memory: str = "", threads: str = "") -> Result:
+        """``tessera sim load 0`` as a client of ``pipe`` (default: the daemon's own directory).
+
+        ``memory``, ``threads``: the limits in its environment.
+        """
+        limits = {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": memory, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": threads}
+        variables = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe or self.pipe)} | {k: v for k, v in limits.items() if v}
         command = ["load", "0", *arguments, "--host-root", str(self.node.root)]
         return CliRunner(env=variables).invoke(sim, command)
 
@@ -76,6 +83,69 @@ class MpsNode:
         nvml.nvmlInit()
         handle = nvml.nvmlDeviceGetHandleByIndex(0)
         return [process.pid for process in nvml.nvmlDeviceGetMPSComputeRunningProcesses(handle)]
+
+
+class MpsProcess:
+    """The process of the MPS daemons and a client of it; ``kill`` ends it as SIGKILL does."""
+
+    def __init__(self, node: MpsNode, directory: Path) -> None:
+        self.mps, self.directory = node, directory
+        self.client = MpsClient(directory, node.node.root, needs_library=False)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "kubelet_plugin.mps", str(self.directory), "text"]
+        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        wait_for(self.answers, 30, "the process answers")
+
+    def answers(self) -> bool:
+        """Raises MpsError: it does not."""
+        self.client.daemons()
+        return True
+
+    @property
+    def pid(self) -> int:
+        """The supervisor's."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def worker(self) -> int:
+        """The process that serves."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        return int(children[0]) if children else 0
+
+    def kill(self) -> None:
+        """Kill both processes; daemons go on."""
+        for pid in (self.pid, self.worker):
+            if pid:
+                os.kill(pid, signal.SIGKILL)
+        self.wait()
+
+    def wait(self) -> int:
+        assert self._process is not None
+        return self._process.wait(30)
+
+    def load(self, access: MpsAccess, *arguments: str) -> Result:
+        """A load in a container that has ``access``."""
+        given = access.environment
+        memory = given.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "")
+        threads = given.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "")
+        return self.mps.load(*arguments, pipe=access.host_path, memory=memory, threads=threads)
+
+
+@contextmanager
+def mps_process(driver: str) -> Iterator[MpsProcess]:
+    """A node, and the process that runs its daemons."""
+    with mps_node(driver) as node:
+        process = MpsProcess(node, node.pipe.parent / "d")
+        process.start()
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGTERM)
+                process.wait()
 
 
 @contextmanager

@@ -93,10 +93,9 @@ def test_the_first_client_starts_a_server_and_nvml_lists_client_and_server_apart
 
 def test_the_environment_lowers_the_limit_of_the_server_and_does_not_raise_it(mps: MpsNode) -> None:
     mps.commands("set_default_device_pinned_mem_limit 0 2G")
-    lower, higher = {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=1G"}, {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=8G"}
-    assert "OUT_OF_MEMORY: at most 1024Mi" in str(mps.load("--memory", "1100Mi", **lower).exception)
-    assert mps.load("--memory", "1Gi", **lower).exit_code == 0
-    assert "at most 2048Mi" in str(mps.load("--memory", "3Gi", **higher).exception)
+    assert "OUT_OF_MEMORY: at most 1024Mi" in str(mps.load("--memory", "1100Mi", memory="0=1G").exception)
+    assert mps.load("--memory", "1Gi", memory="0=1G").exit_code == 0
+    assert "at most 2048Mi" in str(mps.load("--memory", "3Gi", memory="0=8G").exception)
 
 
 def test_the_limit_is_by_process(mps: MpsNode) -> None:
@@ -122,8 +121,8 @@ def test_the_percentage_of_threads_is_the_lower_of_servers_and_environments(mps:
     mps.load("--memory", "1Gi")
     [server] = mps.servers()
     mps.commands(f"set_active_thread_percentage {server} 50")
-    assert "0 to 0.5" in str(mps.load("--sm", "0.6", CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="100").exception)
-    assert "0 to 0.25" in str(mps.load("--sm", "0.3", CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="25").exception)
+    assert "0 to 0.5" in str(mps.load("--sm", "0.6", threads="100").exception)
+    assert "0 to 0.25" in str(mps.load("--sm", "0.3", threads="25").exception)
 
 
 def test_other_users_share_a_multi_user_server_and_else_wait_for_its_clients(mps: MpsNode) -> None:
@@ -204,8 +203,7 @@ class TestProtocol3:
 
     def test_an_entry_for_a_gpu_that_the_client_does_not_see_drops_its_memory_limit(self, modern: MpsNode) -> None:
         modern.module("server", "set", "gpu", "--pinned-memory-limit=1G")
-        limits = {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=2G,1=4G"}
-        assert modern.load("--memory", "60Gi", pipe=modern.pipe / "gpu", **limits).exit_code == 0
+        assert modern.load("--memory", "60Gi", pipe=modern.pipe / "gpu", memory="0=2G,1=4G").exit_code == 0
 
     def test_lists_are_tables_or_csv(self, modern: MpsNode) -> None:
         modern.module("namespace", "create", "a", "--server=gpu")

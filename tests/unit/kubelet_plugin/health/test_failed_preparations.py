@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from driver.errors import ApiError, ClaimError, HardwareError, StateError
+from driver.errors import ApiError, ClaimError, HardwareError, MpsError, StateError
 from driver.model.plan import MOST_UNPREPARED, FailedClaim, FailureCause
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import LockTimeoutError
@@ -58,6 +58,7 @@ def calls() -> Calls:
         (HardwareError("NVML says NO_PERMISSION", 4), FailureCause.NODE),
         (LockTimeoutError("waited 15 s for GPU-1"), FailureCause.GPU),
         (StateError("no space left on device"), FailureCause.NODE),
+        (MpsError("no MPS daemon pod answers on this node"), FailureCause.OTHER),
         (ValueError("a defect"), FailureCause.NODE),
         (ClaimError("unknown device"), FailureCause.OTHER),
         (ApiError("no answer"), FailureCause.OTHER),
