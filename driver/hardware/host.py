@@ -206,6 +206,11 @@ class Host(MigOperations):
         with nvml_call(f"reading the compute mode of {gpu.uuid}"):
             return ComputeMode(self._nvml.nvmlDeviceGetComputeMode(self._handle(gpu)))
 
+    def set_compute_mode(self, gpu: Gpu, mode: ComputeMode) -> None:
+        """Set it; a reboot sets it to DEFAULT. Programs that run go on."""
+        with nvml_call(f"setting the compute mode of {gpu.uuid} to {mode.name}"):
+            self._nvml.nvmlDeviceSetComputeMode(self._handle(gpu), mode)
+
     def processes(self, gpu: Gpu) -> int:
         """How many compute processes run on ``gpu`` itself; those on its partitions are not counted."""
         with nvml_call(f"listing the processes of {gpu.uuid}"):
