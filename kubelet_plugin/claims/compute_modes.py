@@ -9,7 +9,6 @@ from driver.hardware.host import Host
 from driver.hardware.nvml_errors import ABSENT
 from driver.model.gpu import Gpu
 from driver.model.gpu_settings import ComputeMode
-from kubelet_plugin.step_names import NodeStep, StepRunner
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +24,8 @@ class ComputeModes:
     ``hold``; forget it after ``restore``, once the last claim's daemon has ended.
     """
 
-    def __init__(self, host: Host, steps: StepRunner) -> None:
-        self._host, self._step = host, steps
+    def __init__(self, host: Host) -> None:
+        self._host = host
 
     def to_restore(self, gpu: Gpu) -> ComputeMode:
         """The mode of ``gpu`` before its first claim, to be recorded. Raises HardwareError: MPS can't share the GPU."""
@@ -44,7 +43,7 @@ class ComputeModes:
         Raises HardwareError.
         """
         if self.to_restore(gpu) is not ComputeMode.EXCLUSIVE_PROCESS:
-            self._set(NodeStep.SET_COMPUTE_MODE, gpu, ComputeMode.EXCLUSIVE_PROCESS)
+            self._set(gpu, ComputeMode.EXCLUSIVE_PROCESS)
 
     def restore(self, gpu: Gpu, mode: ComputeMode) -> None:
         """Set back the recorded ``mode``, unless somebody else has changed the mode since. Raises HardwareError."""
@@ -52,13 +51,12 @@ class ComputeModes:
             if mode is not ComputeMode.EXCLUSIVE_PROCESS and self._host.compute_mode(gpu) is (
                 ComputeMode.EXCLUSIVE_PROCESS
             ):
-                self._set(NodeStep.RESTORE_COMPUTE_MODE, gpu, mode)
+                self._set(gpu, mode)
         except HardwareError as error:
             # A GPU that has no modes, such as one in MIG mode, never had another.
             if error.code not in ABSENT:
                 raise
 
-    def _set(self, step: NodeStep, gpu: Gpu, mode: ComputeMode) -> None:
-        with self._step(step, gpu=gpu.uuid, mode=mode.name):
-            self._host.set_compute_mode(gpu, mode)
+    def _set(self, gpu: Gpu, mode: ComputeMode) -> None:
+        self._host.set_compute_mode(gpu, mode)
         log.info("set the compute mode", extra={"gpu": gpu.uuid, "mode": mode.name})

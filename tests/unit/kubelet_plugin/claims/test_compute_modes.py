@@ -15,7 +15,6 @@ from driver.model.gpu import Gpu
 from driver.model.gpu_settings import ComputeMode
 from driver.simulator.node import SimulatedNode
 from kubelet_plugin.claims.compute_modes import ComputeModes
-from kubelet_plugin.step_names import StepRunner
 from tests.support.nvml_client import enable_mig, one_h100, set_compute_mode
 
 
@@ -26,7 +25,7 @@ def node(tmp_path: Path) -> SimulatedNode:
 
 def modes_of(node: SimulatedNode) -> tuple[ComputeModes, Gpu]:
     host = Host(node.nvml, HostPaths(node.root, node.root), simulated=True)
-    return ComputeModes(host, StepRunner()), host.discover().gpus[0]
+    return ComputeModes(host), host.discover().gpus[0]
 
 
 def mode(node: SimulatedNode) -> ComputeMode:
