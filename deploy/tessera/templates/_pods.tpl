@@ -94,3 +94,44 @@ readinessProbe:
   failureThreshold: 3
 {{ end -}}
 {{- end -}}
+
+{{- /* The nodes with GPUs, for both DaemonSets. */ -}}
+{{- define "tessera.gpuNodes" -}}
+{{- if .Values.nodePlugin.affinity }}
+affinity:
+  {{- toYaml .Values.nodePlugin.affinity | nindent 2 }}
+{{- else if not (include "tessera.simulated" .) }}
+affinity:
+  nodeAffinity:
+    requiredDuringSchedulingIgnoredDuringExecution:
+      # One matching term is sufficient.
+      nodeSelectorTerms:
+        # Set by an administrator: kubectl label node NODE gpu.tessera.dev/node=true
+        - matchExpressions: [{key: gpu.tessera.dev/node, operator: In, values: ["true"]}]
+        # NVIDIA GPU Feature Discovery and GPU Operator.
+        - matchExpressions: [{key: nvidia.com/gpu.present, operator: In, values: ["true"]}]
+        # Node Feature Discovery: any NVIDIA PCI device, a 3D controller, a display controller.
+        - matchExpressions: [{key: feature.node.kubernetes.io/pci-10de.present, operator: In, values: ["true"]}]
+        - matchExpressions: [{key: feature.node.kubernetes.io/pci-0302_10de.present, operator: In, values: ["true"]}]
+        - matchExpressions: [{key: feature.node.kubernetes.io/pci-0300_10de.present, operator: In, values: ["true"]}]
+        # GKE.
+        - matchExpressions: [{key: cloud.google.com/gke-accelerator, operator: Exists}]
+{{- end }}
+{{- end -}}
+
+{{- /* "true" if a setting shares GPUs by MPS, else empty: the flag --shared, or a configuration of nodes. */ -}}
+{{- define "tessera.sharesByMps" -}}
+{{- $texts := list }}
+{{- range .Values.nodePlugin.extraArgs }}
+{{- if hasPrefix "--shared=" . }}{{ $texts = append $texts . }}{{ end }}
+{{- end }}
+{{- range .Values.nodeConfigs }}
+{{- $texts = append $texts (.settings.shared | default "") }}
+{{- end }}
+{{- if and .Values.nodePlugin.enabled (regexMatch "=\\s*mps\\s*(,|$)" (join "," $texts)) }}true{{ end -}}
+{{- end -}}
+
+{{- /* The same path on the host, in both pods and in containers: MPS names it in what its processes send each other. */ -}}
+{{- define "tessera.mpsDirectory" -}}
+/run/tessera-mps
+{{- end -}}

@@ -10,10 +10,13 @@ import pytest
 import yaml
 from click import Context
 
+from kubelet_plugin.mps.protocol import DIRECTORY
 from tessera.cli import main
+from tests.image.wheels import PYTHON
 from tests.support.chart import CHART, Object, Values, hooks, manifests, rendered
 
 SIMULATED: Values = {"gpus": "sim:dgx-h100"}
+MPS: Values = {"nodePlugin": {"extraArgs": ["--shared=0=mps"]}}
 PROCESSES = {"node": "nodePlugin", "controller": "controller"}
 """The container's name, which is the command's too, and the name of its values."""
 
@@ -153,7 +156,7 @@ class TestTheNodePlugin:
         rights = lines[lines.index("runAsUser: 0") - 2 : lines.index("volumeMounts:")]
         asked = [number for number, line in enumerate(mounts) if line.startswith("- name:")]
         assert len(asked) == len(
-            {*host_paths(), *host_paths({"nodePlugin": {"stateDir": "/s"}}), *host_paths(SIMULATED)}
+            {*host_paths(), *host_paths({"nodePlugin": {"stateDir": "/s"}}), *host_paths(SIMULATED), *host_paths(MPS)}
         )
         assert all(mounts[number - 1].startswith("# ") for number in asked)
         for right in ("runAsUser: 0", "privileged: true", "add: [MKNOD]"):
@@ -206,6 +209,51 @@ class TestTheNodePlugin:
     def test_simulates_only_when_told_to(self, gpus: str | None) -> None:
         assert args("node", {"gpus": gpus})["--gpus"] == (gpus or "nvml")
         assert args("node")["--gpus"] == "nvml"
+
+
+class TestTheMpsDaemons:
+    def test_have_no_rights_at_the_api_server(self) -> None:
+        assert pod("mps", MPS)["automountServiceAccountToken"] is False
+        assert "serviceAccountName" not in pod("mps", MPS)
+
+    def test_are_replaced_by_hand_only_and_never_for_lack_of_room(self) -> None:
+        assert workload("mps", MPS)["spec"]["updateStrategy"] == {"type": "OnDelete"}
+        assert pod("mps", MPS)["priorityClassName"] == "system-node-critical"
+        assert "limits" not in container("mps", MPS)["resources"]
+
+    def test_run_where_the_node_plugin_does(self) -> None:
+        for name in ("affinity", "tolerations"):
+            assert pod("mps", MPS)[name] == pod("node", MPS)[name]
+
+    def test_know_processes_by_their_ids_on_the_node(self) -> None:
+        assert pod("mps", MPS)["hostPID"] is True
+
+    def test_share_their_directory_with_the_node_plugin_at_the_path_of_the_node(self) -> None:
+        [path] = {each["mountPath"] for each in container("mps", MPS)["volumeMounts"] if not each.get("readOnly")}
+        assert container("mps", MPS)["command"][-1] == path == DIRECTORY
+        assert host_paths(MPS)[path] == path
+        [host] = (each for each in container("mps", MPS)["volumeMounts"] if each["mountPath"] == "/host")
+        assert (host["readOnly"], host["mountPropagation"]) == (True, "HostToContainer")
+
+    def test_see_the_simulated_gpus_and_nothing_else_of_a_simulated_node(self) -> None:
+        values = {**SIMULATED, **MPS}
+        assert {each["mountPath"] for each in container("mps", values)["volumeMounts"]} == {
+            DIRECTORY,
+            "/var/lib/tessera/sim",
+        }
+        assert container("mps", values)["securityContext"]["privileged"] is False
+        assert container("mps", values)["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+    def test_run_with_the_python_of_the_image(self) -> None:
+        python, *options = container("mps", MPS)["command"]
+        assert python == PYTHON
+        assert options[:3] == ["-I", "-m", "kubelet_plugin.mps"]
+
+    @pytest.mark.parametrize("shared", ["all=time-slicing", "NVIDIA mps=time-slicing"])
+    def test_are_absent_without_a_gpu_that_is_shared_by_mps(self, shared: str) -> None:
+        values = {"nodePlugin": {"extraArgs": [f"--shared={shared}", "--mig-gpus=0"]}}
+        assert all(each["metadata"]["name"] != "tessera-mps" for each in rendered(values))
+        assert DIRECTORY not in host_paths(values)
 
 
 @pytest.mark.parametrize("process", PROCESSES)
