@@ -310,11 +310,15 @@ def _driver_files(description: NodeDescription, root: Path) -> None:
 
 
 def _mps_script(module: ModuleType) -> str:
-    """A program of MPS on the host; no container gets to run it."""
-    home = Path(__file__).parents[2]
+    """A program of MPS. It needs no shell, which the image of the MPS daemons' pods does not have."""
     return f"""\
-#!/bin/sh
-PYTHONPATH={shlex.quote(str(home))} exec {shlex.quote(sys.executable)} -S -m {module.__name__} "$0" "$@"
+#!{sys.executable} -SI
+import sys
+
+sys.path.append({str(Path(__file__).parents[2])!r})
+from {module.__name__} import main
+
+main()
 """
 
 

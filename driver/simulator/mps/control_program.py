@@ -181,13 +181,9 @@ def say(text: str) -> None:
 
 
 def main() -> None:
-    program, *arguments = sys.argv[1:]
+    program, *arguments = sys.argv
     try:
         run(program, arguments, os.environ)
     except Refusal as refusal:
         say(str(refusal))
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

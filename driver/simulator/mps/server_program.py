@@ -72,7 +72,7 @@ def _changing(path: Path) -> Iterator[Json]:
 
 
 def main() -> None:
-    program, *gpus = sys.argv[1:]
+    program, *gpus = sys.argv
     node = Path(program.removesuffix(f"/{SERVER_PROGRAM}"))
     start_server(node, gpus, os.getpid())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
@@ -81,7 +81,3 @@ def main() -> None:
         sys.stdin.read()  # ends with the daemon
     finally:
         end_server(node, os.getpid())
-
-
-if __name__ == "__main__":
-    main()

@@ -66,7 +66,7 @@ def running(mps: MpsNode) -> list[str]:
             line = path.read_bytes().replace(b"\0", b" ").decode()
         except OSError:  # it has ended
             continue
-        if str(mps.node.root) in line and "driver.simulator.mps" in line:
+        if str(mps.node.root) in line and "nvidia-cuda-mps" in line:
             lines.append(line)
     return lines
 
@@ -95,7 +95,7 @@ def test_after_a_kill_at_any_line_a_repeat_limits_the_claim_and_the_end_leaves_n
             again = ControlDaemons(str(base))
             for request in (first, second):
                 again.answer(request)
-            assert sum("-d" in line for line in running(mps)) == 1, number
+            assert sum(" -d" in line for line in running(mps)) == 1, number
             assert "at most 2048Mi" in str(mps.load("--memory", "3Gi", pipe=pipe).exception), number
             again.answer(end)
             assert (list(base.iterdir()), running(mps)) == ([], []), number
