@@ -84,7 +84,7 @@ def lost_gpus(before: Sequence[DaemonState], now: Sequence[DaemonState]) -> dict
         after = present.get(state.gpu, DaemonState(state.gpu))
         if state.pid and after.pid != state.pid:
             lost[state.gpu] = f"MPS control daemon {state.pid} has ended"
-        elif gone := sorted(set(state.servers) - set(after.servers)):
+        elif after.answers and (gone := sorted(set(state.servers) - set(after.servers))):
             lost[state.gpu] = f"MPS server {', '.join(map(str, gone))} has ended"
     return lost
 

@@ -10,14 +10,13 @@ import json
 import logging
 import os
 import signal
-import stat
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from kubelet_plugin.mps.control_tool import PROGRAM, SERVER_PROGRAM, ControlError, ControlTool, is_running
+from kubelet_plugin.mps.control_tool import ControlError, ControlTool
 from kubelet_plugin.mps.protocol import (
     CLIENT,
     LEGACY,
@@ -37,15 +36,8 @@ START_TIMEOUT_SECONDS, END_TIMEOUT_SECONDS, INTERVAL_SECONDS = 5.0, 10.0, 0.02
 FOR_CLIENTS = ("control", "log")
 """Files of the pipe directory that containers get with protocol 2; never control_privileged."""
 
-CONFIGURATION = """\
-schema_version = "1.0"
-
-[servers.{server}]
-allowed_devices = "{gpu}"
-pinned_memory_limit = "1M"
-active_thread_percentage = "1"
-"""
-"""With protocol 3. The limits are those of the default namespace, which no container gets."""
+NEARLY_NOTHING = ("--pinned-memory-limit=1M", "--active-thread-percentage=1")
+"""Limits of the default namespace of protocol 3, which no container gets."""
 
 
 class DaemonRecord(NamedTuple):
@@ -142,6 +134,8 @@ class ControlDaemons:
             log.info("started an MPS control daemon", extra={"gpu": gpu, "pid": tool.daemon()})
         if record.protocol == LEGACY:
             _link_for_clients(directory)
+        else:
+            _ensure_server(tool)
         self._limited.setdefault(directory, set())
         return {"daemon": self._state(record)._asdict()}
 
@@ -149,10 +143,7 @@ class ControlDaemons:
         """Start the daemon, and with protocol 2 set the recorded limits; return the record as it is then."""
         _remove_stale_files(f"{tool.directory}/{PIPE}")
         if record.protocol == NAMESPACES:
-            path = f"{tool.directory}/mps.toml"
-            with open(path, "w") as file:  # noqa: PTH123
-                file.write(CONFIGURATION.format(server=SERVER, gpu=record.gpu))
-            self._begin(tool, "-d", "-p", str(NAMESPACES), "-m", "-a", path)
+            self._begin(tool, "-d", "-p", str(NAMESPACES), "-m")
             return record
         try:
             self._begin(tool, "-d", "-M")
@@ -226,17 +217,15 @@ class ControlDaemons:
         record = _read(directory)
         if record is not None:
             tool = self._tool(record)
-            pid, servers = tool.daemon(), self._state(record).servers
+            pid = tool.daemon()
             _write(directory, record._replace(ending=True))  # a daemon that still runs must not be found again
             if pid:
                 with suppress(ControlError):
                     tool.run(*(["-q"] if record.protocol == NAMESPACES else []), commands="quit\n")
-                if not _becomes(END_TIMEOUT_SECONDS, lambda: not is_running(pid, PROGRAM)):
-                    _kill(pid)
-                log.info("ended an MPS control daemon", extra={"gpu": record.gpu, "pid": pid})
-            for server in servers:
-                if is_running(server, SERVER_PROGRAM):
-                    _kill(server)
+            if not _becomes(END_TIMEOUT_SECONDS if pid else 0.0, lambda: not tool.processes()):
+                for process in tool.processes():
+                    _kill(process)
+            log.info("ended an MPS control daemon", extra={"gpu": record.gpu, "pid": pid})
         self._limited.pop(directory, None)
         _remove_tree(directory)
         return {}
@@ -252,16 +241,32 @@ class ControlDaemons:
 
     def _state(self, record: DaemonRecord) -> DaemonState:
         tool = self._tool(record)
-        pid, servers, namespaces = tool.daemon(), [], []
+        state = DaemonState(record.gpu, record.protocol, tool.daemon(), record.multi_user)
+        if not state.pid:
+            return state
         try:
-            if pid and record.protocol == LEGACY:
-                servers = tool.servers()
-            elif pid:
-                servers = [int(row[2]) for row in tool.rows("server", "list") if row[2].isdecimal()]
-                namespaces = _namespaces(tool)
-        except (ControlError, IndexError) as error:
+            if record.protocol == LEGACY:
+                return state._replace(servers=tuple(tool.servers()))
+            servers = _servers(tool)
+            return state._replace(servers=tuple(servers), namespaces=tuple(_namespaces(tool) if servers else ()))
+        except ControlError as error:
             log.warning("an MPS control daemon does not answer", extra={"gpu": record.gpu, "error": str(error)})
-        return DaemonState(record.gpu, record.protocol, pid, record.multi_user, tuple(servers), tuple(namespaces))
+            return state._replace(answers=False)
+
+
+def _servers(tool: ControlTool) -> list[int]:
+    """Process ids of the servers of a daemon with protocol 3."""
+    return [int(row[2]) for row in tool.rows("server", "list") if len(row) > 2 and row[2].isdecimal()]
+
+
+def _ensure_server(tool: ControlTool) -> None:
+    """Start the server of a daemon with protocol 3 unless it runs: the first time, or because it died."""
+    if _servers(tool):
+        return
+    tool.run("server", "create", SERVER, f"--allowed-devices={tool.gpu}")
+    tool.run("server", "set", SERVER, *NEARLY_NOTHING)
+    if not _servers(tool):  # one for a GPU that is not there is accepted, and ends at once
+        raise ControlError(f"the MPS server of {tool.gpu} has ended at once; see {tool.directory}/{LOG}/{SERVER}")
 
 
 def _namespaces(tool: ControlTool) -> list[str]:
@@ -311,10 +316,7 @@ def _remove_tree(folder: str) -> None:
         for name in files:
             os.unlink(f"{path}/{name}")  # noqa: PTH108
         for name in folders:
-            if stat.S_ISLNK(os.lstat(f"{path}/{name}").st_mode):
-                os.unlink(f"{path}/{name}")  # noqa: PTH108
-            else:
-                os.rmdir(f"{path}/{name}")  # noqa: PTH106
+            os.rmdir(f"{path}/{name}")  # noqa: PTH106
     with suppress(FileNotFoundError):
         os.rmdir(folder)  # noqa: PTH106
 

@@ -12,7 +12,10 @@ from typing import NamedTuple
 from kubelet_plugin.mps.protocol import LOG, PIPE
 
 PROGRAM = "nvidia-cuda-mps-control"
-SERVER_PROGRAM = "nvidia-cuda-mps-server"
+PROGRAMS = b"nvidia-cuda-mps-"
+"""In the command line of the daemon and of its servers."""
+
+PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"
 PID_FILE = "nvidia-cuda-mps-control.pid"
 
 RUN_TIMEOUT_SECONDS = 10.0
@@ -81,7 +84,7 @@ class ControlTool(NamedTuple):
         environment = {
             # The daemon starts its servers by name.
             "PATH": f"{os.path.dirname(self.program)}:/usr/bin:/bin",  # noqa: PTH120
-            "CUDA_MPS_PIPE_DIRECTORY": f"{self.directory}/{PIPE}",
+            PIPE_DIRECTORY: f"{self.directory}/{PIPE}",
             "CUDA_MPS_LOG_DIRECTORY": f"{self.directory}/{LOG}",
             "CUDA_VISIBLE_DEVICES": self.gpu,
         }
@@ -94,13 +97,19 @@ class ControlTool(NamedTuple):
                 pid = int(file.read())
         except (OSError, ValueError):
             return 0
-        return pid if is_running(pid, PROGRAM) else 0
+        return pid if self.is_ours(pid) else 0
 
+    def is_ours(self, pid: int) -> bool:
+        """Whether the process is the daemon of this directory or a server of it, whose environment the daemon's is."""
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:  # noqa: PTH123
+                command = file.read()
+            with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
+                variables = file.read().split(b"\0")
+        except OSError:
+            return False
+        return PROGRAMS in command and f"{PIPE_DIRECTORY}={self.directory}/{PIPE}".encode() in variables
 
-def is_running(pid: int, program: str) -> bool:
-    """Whether the process runs that program: the id of one that has ended may belong to another process."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:  # noqa: PTH123
-            return program.encode() in file.read()
-    except OSError:
-        return False
+    def processes(self) -> list[int]:
+        """Process ids of the daemon and its servers, whether the daemon answers or not."""
+        return [int(name) for name in os.listdir("/proc") if name.isdecimal() and self.is_ours(int(name))]  # noqa: PTH208

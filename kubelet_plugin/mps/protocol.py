@@ -52,6 +52,7 @@ class DaemonState(NamedTuple):
     """The daemon of a GPU. ``pid``: 0 if it does not run. ``servers``: process ids of its servers.
 
     ``multi_user``: processes of all users share one server; else those of other users wait until it has no client.
+    ``answers``: False if the daemon runs and gives no answer; then its servers and namespaces are not known.
     """
 
     gpu: str
@@ -60,6 +61,7 @@ class DaemonState(NamedTuple):
     multi_user: bool = True
     servers: tuple[int, ...] = ()
     namespaces: tuple[str, ...] = ()
+    answers: bool = True
 
 
 def daemon_state(fields: dict[str, Any]) -> DaemonState:

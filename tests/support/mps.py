@@ -27,6 +27,19 @@ LEGACY, WITH_PROTOCOL_3 = "580.159.04", "615.71.09"
 """Versions of the driver."""
 
 
+def running(root: Path) -> list[str]:
+    """Command lines of the daemons and servers of a simulated node."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode()
+        except OSError:  # it has ended
+            continue
+        if f"{root}/usr/bin/nvidia-cuda-mps" in line:
+            lines.append(line)
+    return lines
+
+
 class MpsNode:
     """One H100. ``pipe`` and ``logs``: the directories of the daemon that ``control`` starts."""
 

@@ -18,7 +18,7 @@ from kubelet_plugin.mps.control_tool import ControlError
 from kubelet_plugin.mps.protocol import CLIENT, LEGACY, NAMESPACES, PIPE, SERVER, gpu_directory
 from tests.support.mps import LEGACY as DRIVER_580
 from tests.support.mps import WITH_PROTOCOL_3 as DRIVER_615
-from tests.support.mps import MpsNode, mps_node
+from tests.support.mps import MpsNode, mps_node, running
 
 FILES = {control_daemons.__file__, control_tool.__file__}
 
@@ -58,19 +58,6 @@ def is_killed_at(number: int, act: Callable[[], None]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
-def running(mps: MpsNode) -> list[str]:
-    """Command lines of the node's daemons and servers."""
-    lines = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_bytes().replace(b"\0", b" ").decode()
-        except OSError:  # it has ended
-            continue
-        if str(mps.node.root) in line and "nvidia-cuda-mps" in line:
-            lines.append(line)
-    return lines
-
-
 @pytest.mark.parametrize(
     ("driver", "protocol"), [(DRIVER_580, LEGACY), (DRIVER_615, NAMESPACES)], ids=["protocol 2", "protocol 3"]
 )
@@ -95,10 +82,10 @@ def test_after_a_kill_at_any_line_a_repeat_limits_the_claim_and_the_end_leaves_n
             again = ControlDaemons(str(base))
             for request in (first, second):
                 again.answer(request)
-            assert sum(" -d" in line for line in running(mps)) == 1, number
+            assert sum(" -d" in line for line in running(mps.node.root)) == 1, number
             assert "at most 2048Mi" in str(mps.load("--memory", "3Gi", pipe=pipe).exception), number
             again.answer(end)
-            assert (list(base.iterdir()), running(mps)) == ([], []), number
+            assert (list(base.iterdir()), running(mps.node.root)) == ([], []), number
             number, kills = number + stride, kills + 1
         assert number > 100
         assert kills

@@ -15,12 +15,11 @@ import pytest
 from driver.errors import MpsError
 from kubelet_plugin.mps import client as client_module
 from kubelet_plugin.mps.client import MpsAccess, MpsClient, MpsShare, largest, lost_gpus, namespace_of, protocol_for
-from kubelet_plugin.mps.control_tool import PROGRAM, is_running
 from kubelet_plugin.mps.protocol import LEGACY, NAMESPACES, SERVER, VERSION, DaemonState, gpu_directory
 from tests.harness.waiting import wait_for
 from tests.support.mps import LEGACY as DRIVER_580
 from tests.support.mps import WITH_PROTOCOL_3 as DRIVER_615
-from tests.support.mps import MpsProcess, mps_node, mps_process
+from tests.support.mps import MpsProcess, mps_node, mps_process, running
 
 GIB = 1 << 30
 CLAIM, OTHER = (namespace_of(f"0f3c9d1e-7a41-4b8e-9c60-1d2e3f4a5b{n:02x}") for n in (1, 2))
@@ -112,7 +111,7 @@ def test_the_last_claims_end_leaves_no_process_no_directory_no_memory(process: M
         process.client.end_daemon(process.mps.gpu)
     assert process.client.daemons() == []
     assert {path.name for path in process.directory.iterdir()} == {"socket", "lock"}
-    assert not is_running(daemon.pid, PROGRAM)
+    assert running(process.mps.node.root) == []
     assert process.mps.node.processes(0) == []
 
 
@@ -148,6 +147,24 @@ def test_a_daemon_that_dies_is_reported_and_its_claims_get_another(process: MpsP
     assert admit(process, CLAIM, share) == access
     assert "at most 2048Mi" in complaint(process, access, "--memory", "3Gi")
     assert not complaint(process, access, "--memory", "1Gi", "--sm", "0.3")
+
+
+def test_a_server_of_namespaces_that_dies_is_reported_and_its_claims_get_another() -> None:
+    with mps_process(DRIVER_615) as process:
+        share = MpsShare(2 * GIB, 30)
+        access = admit(process, CLAIM, share)
+        before = process.client.daemons()
+        os.kill(before[0].servers[0], signal.SIGKILL)
+        wait_for(lambda: process.client.daemons()[0].servers == (), 20, "the server is seen to be dead")
+        assert lost_gpus(before, process.client.daemons())[process.mps.gpu].startswith("MPS server ")
+        assert admit(process, CLAIM, share) == access
+        assert "at most 2048Mi" in complaint(process, access, "--memory", "3Gi")
+
+
+def test_a_daemon_that_gives_no_answer_has_lost_no_server() -> None:
+    before = [DaemonState("GPU-1", LEGACY, 7, servers=(8,))]
+    assert lost_gpus(before, [DaemonState("GPU-1", LEGACY, 7, answers=False)]) == {}
+    assert lost_gpus(before, []) == {"GPU-1": "MPS control daemon 7 has ended"}
 
 
 def test_a_server_that_dies_is_reported_and_the_next_one_has_the_limits(legacy: MpsProcess) -> None:
