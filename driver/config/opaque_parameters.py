@@ -11,7 +11,7 @@ Strict: a wrong apiVersion, kind, field, value or type is refused, all of them a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -25,7 +25,10 @@ __all__ = ["InvalidParameters"]
 API_VERSION = "gpu.tessera.dev/v1alpha1"
 NVIDIA_API_VERSION = "resource.nvidia.com/v1beta1"
 
-NO_MPS = "MPS is not supported, and time-slicing has no limits on memory or threads"
+NO_MPS = "MPS is for shared devices (kind SharedConfig), which several claims hold at once"
+NO_MEMORY = "the memory of a claim is its limit: request it as capacity of the device, not here"
+
+Percentage = Annotated[int, msgspec.Meta(ge=1, le=100)]
 
 
 class TimeSlicing(Strict, frozen=True):
@@ -79,22 +82,53 @@ class ShareConfig(TimeSliced, frozen=True):
     """For a time-sliced share: the time-slice interval that this claim requests."""
 
 
-AnyParameters = GpuConfig | MigDeviceConfig | ShareConfig
+class MpsSettings(Strict, frozen=True):
+    """What a claim gets by MPS: at most this part of the GPU's threads."""
 
-TESSERA = Group(API_VERSION, {kind.__name__: kind for kind in (GpuConfig, MigDeviceConfig, ShareConfig)}, {})
+    active_thread_percentage: Percentage | None = None
+
+
+class SharedConfig(Parameters, frozen=True):
+    """For a shared device: how its claims must share the GPU (None: either way), and what this claim gets then."""
+
+    strategy: Literal["MPS", "TimeSlicing"] | None = None
+    mps: MpsSettings | None = None
+    time_slicing: TimeSlicing | None = None
+
+    @property
+    def time_slice(self) -> TimeSlice | None:
+        return None if self.time_slicing is None else self.time_slicing.interval or TimeSlice.DEFAULT
+
+
+AnyParameters = GpuConfig | MigDeviceConfig | ShareConfig | SharedConfig
+
+TESSERA = Group(
+    API_VERSION, {kind.__name__: kind for kind in (GpuConfig, MigDeviceConfig, ShareConfig, SharedConfig)}, {}
+)
+
+
+class NvidiaMps(Strict, frozen=True):
+    """``mpsConfig`` of a GpuConfig."""
+
+    REFUSED: ClassVar = {
+        "defaultPinnedDeviceMemoryLimit": NO_MEMORY,
+        "defaultPerDevicePinnedMemoryLimit": NO_MEMORY,
+        "multiUser": "an MPS server serves all users wherever the driver can do that",
+    }
+
+    default_active_thread_percentage: Percentage | None = None
 
 
 class NvidiaSharing(Strict, frozen=True):
     """``sharing`` of a GpuConfig."""
 
-    REFUSED: ClassVar = {"MPS": NO_MPS, "mpsConfig": NO_MPS}
-
-    strategy: Literal["TimeSlicing"] | None = None
+    strategy: Literal["TimeSlicing", "MPS"] | None = None
     time_slicing_config: TimeSlicing | None = None
+    mps_config: NvidiaMps | None = None
 
 
 class NvidiaGpuConfig(Strict, frozen=True):
-    """Their GpuConfig, for a full GPU or for a share of one."""
+    """Their GpuConfig, for a full GPU, a share of one, or a shared device; MPS is for the latter only."""
 
     sharing: NvidiaSharing | None = None
 
@@ -115,23 +149,55 @@ NVIDIA = Group(
         "ComputeDomainChannelConfig": COMPUTE_DOMAIN,
         "ComputeDomainDaemonConfig": COMPUTE_DOMAIN,
         "ShareConfig": f"is a kind of {TESSERA.api_version}",
+        "SharedConfig": f"is a kind of {TESSERA.api_version}",
     },
 )
 
 
 def translate(theirs: Strict, device: DeviceKind | None) -> AnyParameters:
-    """Return our kind for theirs. They have no shares: a GpuConfig on one is a ShareConfig."""
+    """Return our kind for theirs. A GpuConfig on a share is a ShareConfig; on a shared device, or one with MPS where
+    ``device`` is not known, it is a SharedConfig.
+    """
     if not isinstance(theirs, NvidiaGpuConfig):
         return MigDeviceConfig()
-    sharing = theirs.sharing
-    ours = None if sharing is None else Sharing(sharing.strategy, sharing.time_slicing_config)
+    sharing = theirs.sharing or NvidiaSharing()
+    if device is DeviceKind.SHARED or (device is None and sharing.strategy == "MPS"):
+        mps = sharing.mps_config
+        settings = None if mps is None else MpsSettings(mps.default_active_thread_percentage)
+        return SharedConfig(sharing.strategy, settings, sharing.time_slicing_config)
+    ours = None if theirs.sharing is None else Sharing("TimeSlicing", sharing.time_slicing_config)
     return ShareConfig(ours) if device is DeviceKind.SHARE else GpuConfig(ours)
+
+
+def contradictions(parsed: Strict, device: DeviceKind) -> list[Fault]:
+    """What ``parsed`` says that can't be together, or not on this kind of device."""
+    if isinstance(parsed, SharedConfig):
+        return _unfitting(parsed.strategy, "", mps=parsed.mps, timeSlicing=parsed.time_slicing)
+    sharing = parsed.sharing if isinstance(parsed, NvidiaGpuConfig) else None
+    if sharing is None:
+        return []
+    if device is DeviceKind.SHARED:
+        mps, slicing = sharing.mps_config, sharing.time_slicing_config
+        return _unfitting(sharing.strategy, "sharing.", mpsConfig=mps, timeSlicingConfig=slicing)
+    faults = [Fault("sharing.strategy", '"MPS"', f"{NO_MPS}; accepted: TimeSlicing")] * (sharing.strategy == "MPS")
+    return faults + [Fault("sharing.mpsConfig", "{...}", f"{NO_MPS}; leave it out")] * (sharing.mps_config is not None)
+
+
+def _unfitting(strategy: str | None, place: str, **settings: Strict | None) -> list[Fault]:
+    """The faults of settings that belong to the other strategy; in the order MPS, time-slicing."""
+    fitting = {"MPS": 0, "TimeSlicing": 1}.get(strategy or "")
+    return [
+        Fault(f"{place}{name}", "{...}", f"{place}strategy is {strategy}, which has no such settings; leave one out")
+        for at, (name, value) in enumerate(settings.items())
+        if value is not None and fitting not in (None, at)
+    ]
 
 
 FITTING: Mapping[type[AnyParameters], DeviceKind] = {
     GpuConfig: DeviceKind.FULL,
     MigDeviceConfig: DeviceKind.PARTITION,
     ShareConfig: DeviceKind.SHARE,
+    SharedConfig: DeviceKind.SHARED,
 }
 """Which kind of device each kind of parameters is for."""
 
@@ -156,15 +222,21 @@ def parse_parameters(raw: object, where: str, device: DeviceKind | None = None) 
         parsed = None
     if parsed is None:
         raise InvalidParameters(where, [*faults, *(faults_of(model, settings) if model else [])])
+    if device is not None and (contrary := contradictions(parsed, device)):
+        raise InvalidParameters(where, contrary)
     return parsed if isinstance(parsed, AnyParameters) else translate(parsed, device)
 
 
 def devices_for(raw: object) -> frozenset[DeviceKind]:
     """The kinds of devices that ``raw`` is for; none where it is not valid."""
+    return frozenset(kind for kind in DeviceKind if _is_for(raw, kind))
+
+
+def _is_for(raw: object, kind: DeviceKind) -> bool:
     try:
-        return frozenset(kind for kind in DeviceKind if FITTING[type(parse_parameters(raw, "", kind))] is kind)
+        return FITTING[type(parse_parameters(raw, "", kind))] is kind
     except InvalidParameters:
-        return frozenset()
+        return False
 
 
 def _chosen(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import NoneType
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 import msgspec
 from msgspec.structs import FieldInfo
@@ -25,8 +25,9 @@ SHOWN = 60
 class Strict(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """An object without any fields but its own, which are spelled in camelCase. None of them is needed.
 
-    A field's type is another Strict, a Literal or an Enum of strings, each ``| None``. ``REFUSED`` says why a field,
-    or a value of one of its fields, that people know from elsewhere is not there.
+    A field's type is another Strict, a Literal or an Enum of strings, or an int with ``msgspec.Meta(ge=..., le=...)``,
+    each ``| None``. ``REFUSED`` says why a field, or a value of one of its fields, that people know from elsewhere is
+    not there.
     """
 
     REFUSED: ClassVar[Mapping[str, str]] = {}
@@ -108,6 +109,11 @@ def faults_of(model: type[Strict], settings: Mapping[Any, Any], place: str = "")
 
 def _wrong_value(model: type[Strict], field: FieldInfo, path: str, value: object) -> Iterator[Fault]:
     kind = kind_of_field(field)
+    if limits := number_range(kind):
+        low, high = limits
+        if type(value) is not int or not low <= value <= high:
+            yield Fault(path, shown(value), f"must be a whole number from {low} to {high}")
+        return
     accepted = accepted_names(kind)
     if not (isinstance(kind, type) and issubclass(kind, Strict)):
         if value not in accepted:
@@ -130,6 +136,14 @@ def kind_of_field(field: FieldInfo) -> Any:
     """Its type without ``| None``."""
     [kind] = [alternative for alternative in get_args(field.type) if alternative is not NoneType]
     return kind
+
+
+def number_range(kind: Any) -> tuple[int, int] | None:
+    """The lowest and the highest number of a field that is a number."""
+    if get_origin(kind) is not Annotated:
+        return None
+    _, limits = get_args(kind)
+    return limits.ge, limits.le
 
 
 def accepted_names(kind: Any) -> list[str]:

@@ -27,7 +27,7 @@ CLASSES = "/apis/resource.k8s.io/v1/deviceclasses"
 POLICIES = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies"
 POLICY = "valid-parameters.gpu.tessera.dev"
 VERSIONS = ("gpu.tessera.dev/v1alpha1", "resource.nvidia.com/v1beta1")
-KINDS = ("GpuConfig", "MigDeviceConfig", "ShareConfig")
+KINDS = ("GpuConfig", "MigDeviceConfig", "ShareConfig", "SharedConfig")
 SLICINGS = ("timeSlicing", "timeSlicingConfig")
 
 ODD: tuple[Any, ...] = (
@@ -54,6 +54,8 @@ SHARINGS: tuple[Any, ...] = (
     {"strategy": "TimeSlicing", "timeSlicing": {"interval": "Short"}},
     {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Short"}},
     {"strategy": "MPS", "mpsConfig": {"defaultActiveThreadPercentage": 50}},
+    *({"mpsConfig": {"defaultActiveThreadPercentage": each}} for each in (*ODD, 1, 100, 101, -5, 10**20)),
+    {"mpsConfig": {"multiUser": True}},
     {"mps": {}},
     {"timeSlicing": {"intervall": "Short"}},
     {"timeSlicing": {"interval": "Short", "extra": None}},
@@ -77,6 +79,12 @@ DOCUMENTS: list[Object] = [
         {"apiVersion": version, "kind": kind, "sharing": sharing}
         for version, kind, sharing in product(VERSIONS, KINDS[1:], (None, {}, {"strategy": "TimeSlicing"}, "x"))
     ),
+    *({"apiVersion": VERSIONS[0], "kind": "SharedConfig", "strategy": each} for each in (*ODD, "MPS", "TimeSlicing")),
+    *({"apiVersion": VERSIONS[0], "kind": "SharedConfig", "mps": each} for each in ODD),
+    *(
+        {"apiVersion": VERSIONS[0], "kind": "SharedConfig", "mps": {"activeThreadPercentage": each}}
+        for each in (*ODD, 1, 100, 101)
+    ),
     *(
         {"apiVersion": VERSIONS[0], "kind": kind, name: {}}
         for kind in KINDS
@@ -85,7 +93,18 @@ DOCUMENTS: list[Object] = [
     {"apiVersion": VERSIONS[0], "kind": "GpuConfig", "sharing.strategy": "TimeSlicing"},
 ]
 
-NAMES = ["sharing", "strategy", "timeSlicing", "timeSlicingConfig", "interval", "mpsConfig", "apiVersion", "kind"]
+NAMES = [
+    "sharing",
+    "strategy",
+    "timeSlicing",
+    "timeSlicingConfig",
+    "interval",
+    "mps",
+    "mpsConfig",
+    "apiVersion",
+    "kind",
+]
+NAMES += ["activeThreadPercentage", "defaultActiveThreadPercentage"]
 SCALARS = (
     st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=5) | st.sampled_from(["TimeSlicing", "Short"])
 )
@@ -98,7 +117,11 @@ JSON = st.recursive(
 )
 NEARLY = st.fixed_dictionaries(
     {"apiVersion": st.sampled_from(VERSIONS), "kind": st.sampled_from(KINDS)},
-    optional={"sharing": st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3), "extra": JSON},
+    optional={
+        "sharing": st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3),
+        "mps": st.dictionaries(st.sampled_from(NAMES), JSON, max_size=2),
+        "extra": JSON,
+    },
 )
 
 
@@ -161,7 +184,10 @@ def test_they_agree_on_whatever_json_stands_there(cluster: Cluster, document: Ob
     ("document", "expected"),
     [
         ({}, ["apiVersion: is missing; accepted: gpu.tessera.dev/v1alpha1, resource.nvidia.com/v1beta1"]),
-        ({"apiVersion": VERSIONS[0]}, ["kind: is missing; accepted: GpuConfig, MigDeviceConfig, ShareConfig"]),
+        (
+            {"apiVersion": VERSIONS[0]},
+            ["kind: is missing; accepted: GpuConfig, MigDeviceConfig, ShareConfig, SharedConfig"],
+        ),
         ({"apiVersion": "v1", "kind": "GpuConfig"}, ['apiVersion "v1": is not known; accepted: gpu.tessera.dev/']),
         (
             {"apiVersion": VERSIONS[1], "kind": "VfioDeviceConfig"},
@@ -180,13 +206,17 @@ def test_they_agree_on_whatever_json_stands_there(cluster: Cluster, document: Ob
             },
             [
                 (
-                    'sharing.strategy "MPS": MPS is not supported, and time-slicing has no limits on memory or '
-                    "threads; accepted: TimeSlicing"
+                    'sharing.strategy "MPS": MPS is for shared devices (kind SharedConfig), which several claims hold '
+                    "at once; accepted: TimeSlicing"
                 ),
                 "sharing.timeSlicing.interval 3: must be a string; accepted: Default, Short, Medium, Long",
                 'sharing.timeSlicing.intervall "Short": no such field; accepted: interval',
                 "share [...]: no such field; accepted: sharing",
             ],
+        ),
+        (
+            {"apiVersion": VERSIONS[0], "kind": "SharedConfig", "mps": {"activeThreadPercentage": 101}},
+            ["mps.activeThreadPercentage 101: must be a whole number from 1 to 100"],
         ),
         (
             {"apiVersion": VERSIONS[0], "kind": "GpuConfig", "sharing": "x" * 200},

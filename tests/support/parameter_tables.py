@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from driver.config.opaque_parameters import GROUPS, devices_for
-from driver.config.strict_schema import Strict, accepted_names, kind_of_field
+from driver.config.strict_schema import Strict, accepted_names, kind_of_field, number_range
 from driver.model.offer import DeviceKind
 from driver.slices.attributes import FACTS
 from tests.support.chart import CHART
@@ -28,7 +28,8 @@ def tables() -> dict[str, Any]:
     kinds       by API version, the kinds
     notKinds    by API version, kinds that people know from elsewhere, and why they are not there
     fields      by ``version/kind`` and path of an object (empty: the parameters themselves), its fields
-    values      by ``version/kind`` and path of a field that is no object, its values
+    values      by ``version/kind`` and path of a field that is neither object nor number, its values
+    numbers     by ``version/kind`` and path of a field that is a number, the lowest and the highest
     refused     by ``version/kind`` and path of an object, names in it that people know from elsewhere, and why not
     serves      by ``version/kind``, the types of devices that it is for
     attributes  by name, the types of devices that may have it
@@ -44,6 +45,7 @@ def tables() -> dict[str, Any]:
             name: {path: accepted_names(each) for path, each in found.items()} for name, found in objects.items()
         },
         "values": {name: dict(_values(model)) for name, model in everything},
+        "numbers": {name: dict(_numbers(model)) for name, model in everything},
         "refused": {
             name: {path: dict(each.REFUSED) for path, each in found.items()} for name, found in objects.items()
         },
@@ -67,7 +69,12 @@ def _objects(model: type[Strict]) -> Iterator[tuple[str, type[Strict]]]:
 
 
 def _values(model: type[Strict]) -> Iterator[tuple[str, list[str]]]:
-    yield from ((path, accepted_names(kind)) for path, kind in _fields(model, "") if not _is_object(kind))
+    fields = ((path, kind) for path, kind in _fields(model, "") if not _is_object(kind) and not number_range(kind))
+    yield from ((path, accepted_names(kind)) for path, kind in fields)
+
+
+def _numbers(model: type[Strict]) -> Iterator[tuple[str, list[int]]]:
+    yield from ((path, [*limits]) for path, kind in _fields(model, "") if (limits := number_range(kind)))
 
 
 def _serves(version: str, kind: str) -> list[str]:

@@ -9,8 +9,17 @@ from typing import Any
 
 import pytest
 
-from driver.config.opaque_parameters import GpuConfig, InvalidParameters, MigDeviceConfig, ShareConfig, parse_parameters
+from driver.config.opaque_parameters import (
+    GpuConfig,
+    InvalidParameters,
+    MigDeviceConfig,
+    MpsSettings,
+    ShareConfig,
+    SharedConfig,
+    parse_parameters,
+)
 from driver.model.gpu_settings import TimeSlice
+from driver.model.offer import DeviceKind
 
 VERSION = "gpu.tessera.dev/v1alpha1"
 
@@ -51,7 +60,7 @@ def test_the_interval_asked_for_is_understood_and_missing_pieces_are_the_default
 
 
 def test_each_kind_is_its_own_type() -> None:
-    for kind in (GpuConfig, MigDeviceConfig, ShareConfig):
+    for kind in (GpuConfig, MigDeviceConfig, ShareConfig, SharedConfig):
         assert type(parse_parameters(parameters(kind.__name__), "here")) is kind
 
 
@@ -111,18 +120,36 @@ def test_a_partition_has_no_wish_for_a_time_slice() -> None:
         ),
         pytest.param(
             parameters("ShareConfig", sharing={"strategy": "MPS"}),
-            'sharing.strategy "MPS": MPS is not supported, and time-slicing has no limits on memory .*: TimeSlicing',
+            r'sharing.strategy "MPS": MPS is for shared devices \(kind SharedConfig\), .*; accepted: TimeSlicing',
             id="MPS as the strategy",
         ),
         pytest.param(
             parameters("GpuConfig", sharing={"mps": {"defaultActiveThreadPercentage": 50}}),
-            "sharing.mps {...}: MPS is not supported, .*; accepted: strategy, timeSlicing$",
+            "sharing.mps {...}: MPS is for shared devices .*; accepted: strategy, timeSlicing$",
             id="MPS settings",
         ),
         pytest.param(
             parameters("MigDeviceConfig", sharing={"strategy": "TimeSlicing"}),
             "sharing {...}: time-slicing settings have no effect on a MIG partition; this kind has no settings",
             id="time-slicing on a partition",
+        ),
+        *(
+            pytest.param(
+                parameters("SharedConfig", mps={"activeThreadPercentage": number}),
+                rf"mps.activeThreadPercentage {shown}: must be a whole number from 1 to 100$",
+                id=f"{shown} percent",
+            )
+            for number, shown in ((0, "0"), (101, "101"), (12.5, "12.5"), ("30", '"30"'), (True, "true"))
+        ),
+        pytest.param(
+            parameters("SharedConfig", mps={"memory": "6Gi"}),
+            'mps.memory "6Gi": no such field; accepted: activeThreadPercentage',
+            id="memory in the parameters",
+        ),
+        pytest.param(
+            parameters("SharedConfig", strategy="Mps"),
+            'strategy "Mps": is not known; accepted: MPS, TimeSlicing; did you mean MPS',
+            id="strategy misspelt",
         ),
         pytest.param(parameters("GpuConfig") | {7: 1}, "7: is no field: names of fields are strings", id="YAML's 7: 1"),
         pytest.param(parameters("x" * 500), f'kind "{"x" * 59}...: is not known', id="a long value is cut"),
@@ -133,6 +160,43 @@ def test_a_partition_has_no_wish_for_a_time_slice() -> None:
 def test_a_wrong_name_or_value_is_told_with_what_would_be_accepted(raw: object, expected: str) -> None:
     [fault] = refusal(raw)
     assert re.search(expected, fault)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, SharedConfig()),
+        ({"strategy": "MPS", "mps": None}, SharedConfig("MPS")),
+        ({"strategy": "MPS", "mps": {"activeThreadPercentage": 30}}, SharedConfig("MPS", MpsSettings(30))),
+        ({"mps": {"activeThreadPercentage": 100}}, SharedConfig(None, MpsSettings(100))),
+    ],
+)
+def test_a_shared_device_has_a_strategy_and_a_percentage_of_threads(
+    fields: dict[str, Any], expected: SharedConfig
+) -> None:
+    parsed = parse_parameters(parameters("SharedConfig", **fields), "here", DeviceKind.SHARED)
+    assert parsed == expected
+    assert parsed.time_slice is None
+
+
+def test_a_time_sliced_shared_device_has_an_interval() -> None:
+    raw = parameters("SharedConfig", strategy="TimeSlicing", timeSlicing={"interval": "Short"})
+    assert parse_parameters(raw, "here", DeviceKind.SHARED).time_slice is TimeSlice.SHORT
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"strategy": "TimeSlicing", "mps": {"activeThreadPercentage": 30}}, "mps"),
+        ({"strategy": "MPS", "timeSlicing": {"interval": "Short"}}, "timeSlicing"),
+    ],
+)
+def test_settings_of_the_other_strategy_are_refused_for_a_device(fields: dict[str, Any], path: str) -> None:
+    with pytest.raises(InvalidParameters) as refused:
+        parse_parameters(parameters("SharedConfig", **fields), "here", DeviceKind.SHARED)
+    [fault] = refused.value.faults
+    assert fault.path == path
+    assert fault.message == f"strategy is {fields['strategy']}, which has no such settings; leave one out"
 
 
 def test_every_fault_is_told_at_once() -> None:

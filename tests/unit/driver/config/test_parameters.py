@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from driver.config.opaque_parameters import GpuConfig, InvalidParameters, MigDeviceConfig, ShareConfig, parse_parameters
+from driver.config.opaque_parameters import (
+    GpuConfig,
+    InvalidParameters,
+    MigDeviceConfig,
+    MpsSettings,
+    ShareConfig,
+    SharedConfig,
+    parse_parameters,
+)
 from driver.model.gpu_settings import TimeSlice
 from driver.model.offer import DeviceKind
 
@@ -52,7 +60,10 @@ def test_mig_device_config_is_ours() -> None:
     assert type(parse_parameters(theirs("MigDeviceConfig"), "here")) is MigDeviceConfig
 
 
-NO_MPS = "MPS is not supported, and time-slicing has no limits on memory or threads"
+NO_MPS = "MPS is for shared devices (kind SharedConfig), which several claims hold at once"
+NO_MEMORY = "the memory of a claim is its limit: request it as capacity of the device, not here"
+ALL_USERS = "an MPS server serves all users wherever the driver can do that"
+PERCENTAGE = "accepted: defaultActiveThreadPercentage"
 FIELD = "timeSlicingConfig"
 KINDS = "accepted: GpuConfig, MigDeviceConfig"
 
@@ -61,12 +72,17 @@ KINDS = "accepted: GpuConfig, MigDeviceConfig"
     ("raw", "expected"),
     [
         pytest.param(
-            theirs("GpuConfig", sharing={"strategy": "MPS", "mpsConfig": {"defaultActiveThreadPercentage": 50}}),
+            theirs("GpuConfig", sharing={"strategy": "MPS", "mpsConfig": {"defaultPinnedDeviceMemoryLimit": "10Gi"}}),
+            [f'sharing.mpsConfig.defaultPinnedDeviceMemoryLimit "10Gi": {NO_MEMORY}; {PERCENTAGE}'],
+            id="a limit on memory",
+        ),
+        pytest.param(
+            theirs("GpuConfig", sharing={"mpsConfig": {"defaultActiveThreadPercentage": 0, "multiUser": True}}),
             [
-                f'sharing.strategy "MPS": {NO_MPS}; accepted: TimeSlicing',
-                f"sharing.mpsConfig {{...}}: {NO_MPS}; accepted: strategy, timeSlicingConfig",
+                "sharing.mpsConfig.defaultActiveThreadPercentage 0: must be a whole number from 1 to 100",
+                f"sharing.mpsConfig.multiUser true: {ALL_USERS}; {PERCENTAGE}",
             ],
-            id="MPS",
+            id="settings of MPS",
         ),
         pytest.param(
             theirs("MigDeviceConfig", sharing={"strategy": "MPS"}),
@@ -85,7 +101,7 @@ KINDS = "accepted: GpuConfig, MigDeviceConfig"
         ),
         pytest.param(
             theirs("GpuConfig", sharing={"timeSlicing": {}}),
-            [f"sharing.timeSlicing {{}}: no such field; accepted: strategy, {FIELD}; did you mean {FIELD}?"],
+            [f"sharing.timeSlicing {{}}: no such field; accepted: strategy, {FIELD}, mpsConfig; did you mean {FIELD}?"],
             id="our field in their kind",
         ),
     ],
@@ -94,3 +110,32 @@ def test_what_is_not_supported_is_refused_by_name(raw: dict[str, Any], expected:
     with pytest.raises(InvalidParameters) as refused:
         parse_parameters(raw, "here")
     assert [str(fault) for fault in refused.value.faults] == expected
+
+
+MPS = theirs("GpuConfig", sharing={"strategy": "MPS", "mpsConfig": {"defaultActiveThreadPercentage": 50}})
+
+
+@pytest.mark.parametrize("device", [DeviceKind.SHARED, None])
+def test_mps_is_accepted_for_shared_devices(device: DeviceKind | None) -> None:
+    assert parse_parameters(MPS, "here", device) == SharedConfig("MPS", MpsSettings(50))
+
+
+def test_time_slicing_on_a_shared_device_keeps_its_interval() -> None:
+    raw = theirs("GpuConfig", sharing={"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Long"}})
+    assert parse_parameters(raw, "here", DeviceKind.SHARED).time_slice is TimeSlice.LONG
+
+
+@pytest.mark.parametrize("device", [DeviceKind.FULL, DeviceKind.SHARE])
+def test_mps_is_refused_for_other_devices(device: DeviceKind) -> None:
+    with pytest.raises(InvalidParameters) as refused:
+        parse_parameters(MPS, "here", device)
+    assert [str(fault) for fault in refused.value.faults] == [
+        f'sharing.strategy "MPS": {NO_MPS}; accepted: TimeSlicing',
+        f"sharing.mpsConfig {{...}}: {NO_MPS}; leave it out",
+    ]
+
+
+def test_settings_of_the_other_strategy_are_refused() -> None:
+    raw = theirs("GpuConfig", sharing={"strategy": "TimeSlicing", "mpsConfig": {"defaultActiveThreadPercentage": 50}})
+    with pytest.raises(InvalidParameters, match=r"sharing\.mpsConfig {\.\.\.}: sharing\.strategy is TimeSlicing"):
+        parse_parameters(raw, "here", DeviceKind.SHARED)
