@@ -25,10 +25,12 @@ from driver.model.gpu_settings import (
     EVERY_GPU,
     NO_GPU,
     NO_LAYOUTS,
+    NO_SHARED,
     NO_SHARES,
     GpuSelection,
     Layouts,
     ShareCounts,
+    SharedGpus,
 )
 from driver.model.plan import CURATED
 
@@ -88,6 +90,7 @@ class NodeSettings:
     exclude_gpus: Annotated[GpuSelection, PARSERS["exclude_gpus"]] = NO_GPU
     mig_gpus: Annotated[GpuSelection, PARSERS["mig_gpus"]] = NO_GPU
     shares: Annotated[ShareCounts, PARSERS["shares"]] = NO_SHARES
+    shared: Annotated[SharedGpus, PARSERS["shared"]] = NO_SHARED
     shares_only: Annotated[GpuSelection, PARSERS["shares_only"]] = NO_GPU
     publish: Annotated[str, PARSERS["publish"]] = CURATED
     layout: Annotated[Layouts, PARSERS["layout"]] = NO_LAYOUTS

@@ -11,7 +11,8 @@ from driver.errors import EnvironmentFault, FatalError, StateError
 from driver.kube.client import KubeClient
 from driver.kube.types import GpuNodePlan
 from driver.model.gpu import MigMode
-from driver.model.plan import KIND, GpuReport, decode_inventory
+from driver.model.plan import KIND
+from driver.model.reported_gpus import GpuReport, decode_inventory
 from kubelet_plugin.inventory.open_hardware import open_host
 from kubelet_plugin.settings import node_settings
 from tessera.cluster_options import find_plans

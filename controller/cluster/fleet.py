@@ -12,7 +12,7 @@ from controller.cluster.node_dedication import UseLabel
 from driver.model.device import Device, devices_of
 from driver.model.gpu import Gpu
 from driver.model.offer import DeviceKind, Offer, Spot
-from driver.model.plan import FaultKind
+from driver.model.reported_gpus import FaultKind
 from driver.placement.occupancy import Geometry, GpuState, overlap, possible_kinds
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from controller.cluster.node_views import NodeChanges, NodeView
 from driver.errors import StateError
 from driver.model.device import Device, share_device
 from driver.model.gpu import Gpu
-from driver.model.plan import FaultKind, GpuReport, decode_inventory
+from driver.model.reported_gpus import FaultKind, GpuReport, decode_inventory
 
 log = logging.getLogger(__name__)
 

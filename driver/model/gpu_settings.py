@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from driver.model.device import MOST_SHARES
 from driver.model.gpu import Gpu
+from driver.model.shared_memory import SharingStrategy
 
 T = TypeVar("T")
 
@@ -84,7 +85,11 @@ ShareCounts = ByGpu[int]
 Layouts = ByGpu[tuple[str, ...]]
 """Profiles of the partitions of each GPU."""
 
+SharedGpus = ByGpu[SharingStrategy | None]
+"""How each GPU is shared by memory; None: it is not."""
+
 NO_SHARES: ShareCounts = ByGpu((), 0)
+NO_SHARED: SharedGpus = ByGpu((), None)
 NO_LAYOUTS: Layouts = ByGpu((), ())
 
 
@@ -96,6 +101,11 @@ def parse_share_counts(text: str) -> ShareCounts:
 def parse_layouts(text: str) -> Layouts:
     """``NVIDIA H100 80GB HBM3=3g.40gb,2g.20gb;0=7g.80gb``. Raises ValueError naming the entry that is wrong."""
     return ByGpu(_entries(text.split(";"), _layout, "layouts"), ())
+
+
+def parse_shared(text: str) -> SharedGpus:
+    """``NVIDIA L4=time-slicing,0=mps``. Raises ValueError naming the entry that is wrong."""
+    return ByGpu(_entries(text.split(","), _strategy, "ways to be shared"), None)
 
 
 def written_layouts(layouts: Layouts) -> str:
@@ -127,6 +137,15 @@ def _layout(part: str) -> tuple[str, tuple[str, ...]]:
         if not PROFILE.fullmatch(profile):
             raise ValueError(f"{part!r}: {profile!r} is no MIG profile, such as 3g.40gb; layouts are separated by ;")
     return name, profiles
+
+
+def _strategy(part: str) -> tuple[str, SharingStrategy | None]:
+    name, equals, strategy = (piece.strip() for piece in part.rpartition("="))
+    if not equals:
+        raise ValueError(f"{part!r} does not say how to share it: write WHICH=HOW, such as all=time-slicing")
+    if strategy not in list(SharingStrategy):
+        raise ValueError(f"{part!r}: {strategy!r} is no way to share a GPU: {' or '.join(SharingStrategy)}")
+    return name, SharingStrategy(strategy)
 
 
 def _share_count(part: str) -> tuple[str, int]:

@@ -184,7 +184,7 @@ def placements_left(state: GpuState) -> int:
     return sum(1 for masks in state.geometry.windows.values() for mask in masks if not mask & state.mask)
 
 
-KIND_ORDER = (DeviceKind.SHARE, DeviceKind.PARTITION, DeviceKind.FULL)
+KIND_ORDER = (DeviceKind.SHARE, DeviceKind.PARTITION, DeviceKind.SHARED, DeviceKind.FULL)
 
 RANKING = Ranking()
 """The ranking with equal weights; its only state is its caches."""
@@ -198,7 +198,7 @@ def order_offers(devices: Iterable[Device], occupied: Mapping[str, int]) -> list
 
     Small devices first: a claim gets the first one that it matches, and should not get a whole GPU where a part will
     do. Shares, those of GPUs in use first, then profiles by their memory, inside a profile the best placement first,
-    full GPUs last. ``occupied`` maps a GPU's UUID to its taken memory slices.
+    then shared and full GPUs. ``occupied`` maps a GPU's UUID to its taken memory slices.
     """
     offers = list(devices)
     by_uuid = {device.gpu.uuid: device.gpu for device in offers}

@@ -10,7 +10,7 @@ import msgspec
 
 from driver.errors import StateError
 from driver.model.gpu import Gpu
-from driver.model.plan import GpuReport, decode_inventory, encode_inventory
+from driver.model.reported_gpus import GpuReport, decode_inventory, encode_inventory
 from kubelet_plugin.checkpoint.files import write_atomically
 
 log = logging.getLogger(__name__)

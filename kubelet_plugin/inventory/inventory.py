@@ -16,7 +16,7 @@ from driver.model.gpu import Gpu, MigMode
 from driver.model.gpu_events_and_conditions import DeviceCondition
 from driver.model.gpu_settings import NO_GPU, GpuSelection
 from driver.model.offer import DeviceKind
-from driver.model.plan import CORDONED_PREFIX, FaultKind, GpuReport
+from driver.model.reported_gpus import CORDONED_PREFIX, FaultKind, GpuReport
 from driver.placement.occupancy import in_the_way
 from driver.slices.build import PublishedGpu
 from kubelet_plugin.inventory.published_devices import (

@@ -18,19 +18,8 @@ from driver.kube.types import GpuNodePlan
 from driver.kube.work_loop import Loop, MakeLoop
 from driver.model.device import Device
 from driver.model.offer import Offer
-from driver.model.plan import (
-    API_VERSION,
-    FENCE,
-    KIND,
-    PATH,
-    ConfigStatus,
-    OfferMode,
-    PlanMode,
-    PlanStatus,
-    Summary,
-    encode_inventory,
-    gpu_line,
-)
+from driver.model.plan import API_VERSION, FENCE, KIND, PATH, ConfigStatus, OfferMode, PlanMode, PlanStatus, Summary
+from driver.model.reported_gpus import encode_inventory, gpu_line
 from driver.slices.slice_names import Pool
 from kubelet_plugin.health.device_health import HealthMonitor
 from kubelet_plugin.health.failed_preparations import UNPREPARE

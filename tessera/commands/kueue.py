@@ -12,7 +12,8 @@ from deviceclasses.chart_classes import ANY_PARTITION, FULL_GPU, SHARE_OF_GPU, p
 from driver.config.flag_values import check_driver_name
 from driver.errors import EnvironmentFault, UsageError
 from driver.kube.client import Object
-from driver.model.plan import COUNTERS_FIELD, GpuReport
+from driver.model.plan import COUNTERS_FIELD
+from driver.model.reported_gpus import GpuReport
 from driver.slices.attributes import quantity
 from driver.slices.build import memory_of_gpu
 from tessera.cluster_options import check_flag, client_of, with_driver_name, with_kubeconfig

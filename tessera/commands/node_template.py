@@ -14,7 +14,8 @@ from driver.errors import EnvironmentFault, FatalError, UsageError
 from driver.kube.client import KubeClient, Object
 from driver.kube.types import GpuNodePlan, Metadata, Node, NodeStatus, Taint
 from driver.model.gpu_settings import GpuSelection
-from driver.model.plan import COMPLETE, COUNTERS_FIELD, KIND, PATH, PUBLISH, GpuReport, decode_inventory
+from driver.model.plan import COMPLETE, COUNTERS_FIELD, KIND, PATH, PUBLISH
+from driver.model.reported_gpus import GpuReport, decode_inventory
 from driver.slices.build import SliceBuilder, slice_object
 from driver.slices.slice_names import Pool
 from kubelet_plugin.inventory.inventory import GpuSharing, Inventory

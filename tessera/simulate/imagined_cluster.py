@@ -50,7 +50,8 @@ from driver.kube.types import (
 )
 from driver.model.device import Monitor
 from driver.model.offer import Offer
-from driver.model.plan import FaultKind, OfferMode
+from driver.model.plan import OfferMode
+from driver.model.reported_gpus import FaultKind
 from driver.placement.ranking import Ranking
 from driver.slices.build import Content, SliceBuilder, slice_spec
 from driver.slices.slice_names import Pool

@@ -22,7 +22,8 @@ from driver.kube.get_and_list import RESOURCE_GROUP, list_claims, minor_version,
 from driver.kube.kubeconfig import DEFAULT_NAMESPACE
 from driver.kube.slice_types import DetailedSlice
 from driver.kube.types import ClaimSpec, ClaimTemplate, Key, Metadata, Node
-from driver.model.plan import FaultKind, GpuReport, PlanMode
+from driver.model.plan import PlanMode
+from driver.model.reported_gpus import FaultKind, GpuReport
 from driver.slices.publisher import SLICES
 from driver.slices.slice_names import Pool
 from kubelet_plugin.inventory.published_devices import PublishPolicy

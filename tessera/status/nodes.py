@@ -14,16 +14,8 @@ from driver.kube.get_and_list import minor_version
 from driver.kube.slice_types import ResourceSlice, SliceDevice
 from driver.kube.types import Claim, GpuNodePlan
 from driver.model.gpu_events_and_conditions import ConditionType
-from driver.model.plan import (
-    COMPLETE,
-    COUNTERS_FIELD,
-    PUBLISH,
-    FaultKind,
-    GpuReport,
-    NodeConditionType,
-    OfferMode,
-    PlanMode,
-)
+from driver.model.plan import COMPLETE, COUNTERS_FIELD, PUBLISH, NodeConditionType, OfferMode, PlanMode
+from driver.model.reported_gpus import FaultKind, GpuReport
 from driver.slices.slice_names import Pool
 from kubelet_plugin.coexistence.other_drivers import NodeSigns, find_other_drivers
 from kubelet_plugin.health.device_conditions import UNABLE

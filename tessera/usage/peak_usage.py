@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from deviceclasses.chart_classes import profile_classes
-from driver.model.plan import GpuReport
+from driver.model.reported_gpus import GpuReport
 from tessera.usage.advice import DeviceHistory, ProfileClass
 from tessera.usage.prometheus import ALLOCATED_METRIC, HOUR, Prometheus, growth
 from tessera.usage.report import GpuOfNode

@@ -24,7 +24,8 @@ from controller.report.claim_explainer import OTHER_DRIVERS, Explainer
 from controller.report.cluster_view import ClusterView
 from driver.kube.types import Claim
 from driver.model.offer import Offer
-from driver.model.plan import GpuReport, OfferMode
+from driver.model.plan import OfferMode
+from driver.model.reported_gpus import GpuReport
 from driver.placement.ranking import Ranking
 from tessera.simulate.imagined_cluster import ClusterContent, ImaginedCluster
 from tests.conformance.reasons.statements import situations

@@ -23,7 +23,7 @@ from controller.report.cluster_view import ClusterView
 from controller.report.map_model import MapNode, cluster_map
 from driver.kube.types import GpuNodePlan
 from driver.model.device import is_monitor
-from driver.model.plan import GpuReport, encode_inventory
+from driver.model.reported_gpus import GpuReport, encode_inventory
 from driver.slices.slice_names import Pool
 from tessera.map_drawing import draw_map, draw_summary
 from tessera.map_svg import map_as_svg

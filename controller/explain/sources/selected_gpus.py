@@ -17,7 +17,7 @@ from controller.demand.selected_devices import Matches, Selector, SelectorFailur
 from driver.kube.types import DeviceTaintRule
 from driver.model.gpu import MigMode
 from driver.model.offer import FULL, SHARE, DeviceKind, OfferKind
-from driver.model.plan import FaultKind
+from driver.model.reported_gpus import FaultKind
 from driver.slices.slice_names import Pool
 
 SHOWN = 3

@@ -9,7 +9,8 @@ from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_dedication import Dedication
 from controller.cluster.node_views import NodeView
 from driver.model.offer import DeviceKind
-from driver.model.plan import GpuReport, Held, PlanStatus, encode_inventory
+from driver.model.plan import Held, PlanStatus
+from driver.model.reported_gpus import GpuReport, encode_inventory
 from tests.support.fleets import possible
 from tests.support.gpus import H100, gpu_of
 from tests.support.node_views import changes, fleet_of

@@ -18,8 +18,8 @@ from driver.model.plan import (
     PlanSpec,
     PublishHeld,
     Summary,
-    decode_inventory,
 )
+from driver.model.reported_gpus import decode_inventory
 from driver.slices.build import CLOSED, Content, PublishedGpu
 from driver.slices.slice_names import DEVICES_PER_GPU, Pool
 from kubelet_plugin.changes import ChangeNotifier, NodeChange

@@ -12,7 +12,8 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from driver.model.plan import PATH, GpuReport, OfferMode, PlanMode, PlanStatus, encode_inventory
+from driver.model.plan import PATH, OfferMode, PlanMode, PlanStatus
+from driver.model.reported_gpus import GpuReport, encode_inventory
 from tessera.cli import main
 from tessera.simulate.sources import POLICIES
 from tests.support.api_server import SLICES, ObjectApi

@@ -14,7 +14,8 @@ import yaml
 from click.testing import CliRunner, Result
 
 from driver.model.gpu import MigMode
-from driver.model.plan import PATH, GpuReport, PlanStatus, encode_inventory
+from driver.model.plan import PATH, PlanStatus
+from driver.model.reported_gpus import GpuReport, encode_inventory
 from tessera.cli import main
 from tests.support.api_server import ObjectApi
 from tests.support.gpus import gpu_of

@@ -15,7 +15,7 @@ from controller.explain.situation import Situation as Now
 from driver.kube.events import shortened
 from driver.model.gpu import MigMode
 from driver.model.offer import DeviceKind
-from driver.model.plan import FaultKind
+from driver.model.reported_gpus import FaultKind
 from tests.support.clock import FakeClock
 from tests.support.gpus import H100
 from tests.support.queues import (
