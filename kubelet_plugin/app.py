@@ -31,8 +31,9 @@ from kubelet_plugin.cdi.spec_format import SpecFormat
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.files import probe
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
+from kubelet_plugin.checkpoint.record_files import Checkpoint
 from kubelet_plugin.checkpoint.recorded_gpus import KnownGpus
-from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, held_shares
+from kubelet_plugin.checkpoint.records import ClaimRecord, held_shares, held_strategies
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.preparer import ClaimReader, Preparer
@@ -45,7 +46,7 @@ from kubelet_plugin.dra.kubelet_sockets import PluginSockets, serve_kubelet
 from kubelet_plugin.dra.service import DraService
 from kubelet_plugin.health.device_health import HealthMonitor
 from kubelet_plugin.health.recorded_faults import HealthFile
-from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
+from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.inventory.open_hardware import open_host, require_driver_files
 from kubelet_plugin.inventory.scan import NvmlEventListener, ScanLoop, Scanner
 from kubelet_plugin.inventory.standalone_offers import check_layouts, setting_warnings
@@ -393,7 +394,7 @@ def _discover(
     check_layouts(settings.layout, settings.shares, gpus)
     for warning in setting_warnings(settings, gpus):
         log.warning(warning)
-    sharing = GpuSharing(settings.shares.of, settings.shares_only)
-    inventory = Inventory([*gpus, *missing], number_gpus([*gpus, *missing], kept), sharing, shares)
+    numbers, strategies = number_gpus([*gpus, *missing], kept), held_strategies(records)
+    inventory = Inventory([*gpus, *missing], numbers, settings.sharing, shares, strategies)
     inventory.update(gpus, {gpu.uuid: reasons[gpu.index] for gpu in missing if gpu.index in reasons})
     return inventory

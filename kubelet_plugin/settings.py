@@ -28,6 +28,7 @@ from driver.model.gpu_settings import (
     NO_SHARED,
     NO_SHARES,
     GpuSelection,
+    GpuSharing,
     Layouts,
     ShareCounts,
     SharedGpus,
@@ -128,6 +129,11 @@ class NodeSettings:
         if not held or self.manages(gpu):
             return None
         return f"GPU {gpu.index} would not be managed, and claims have {', '.join(sorted(held))}"
+
+    @property
+    def sharing(self) -> GpuSharing:
+        """How several claims can have one GPU at once."""
+        return GpuSharing(self.shares.of, self.shares_only, self.shared.of)
 
     @property
     def publish_existing(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import NamedTuple
 
@@ -91,6 +91,17 @@ def share_device(gpu: Gpu, number: int, index: int, shares: int) -> Device:
 def shared_device(gpu: Gpu, number: int, shared: SharedMemory, gib: int = 0) -> Device:
     """The shared device of ``gpu``, or the ``gib`` that claims have of it."""
     return Device(name=f"gpu-{number}-shared", gpu=gpu, spot=Spot(SHARED, gib), shared=shared)
+
+
+def merged(devices: Iterable[Device]) -> list[Device]:
+    """One device for each name: of a shared device that with the GiB of all claims, of others the last."""
+    by_name: dict[str, Device] = {}
+    for device in devices:
+        before = by_name.get(device.name)
+        if before is not None and device.kind is DeviceKind.SHARED:
+            device = replace(device, spot=Spot(SHARED, before.spot.at + device.spot.at))
+        by_name[device.name] = device
+    return list(by_name.values())
 
 
 MONITOR_TYPE = "monitor"

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from driver.model.device import MOST_SHARES
 from driver.model.gpu import Gpu
-from driver.model.shared_memory import SharingStrategy
+from driver.model.shared_memory import MemoryLimit, SharedMemory, SharingStrategy
 
 T = TypeVar("T")
 
@@ -192,3 +192,28 @@ def time_slice_in_force(asked: Iterable[TimeSlice | None]) -> TimeSlice:
     """
     requested = [interval for interval in asked if interval is not None and interval is not TimeSlice.DEFAULT]
     return min(requested, key=lambda interval: interval.number, default=TimeSlice.DEFAULT)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSharing:
+    """How the GPUs of a node serve several claims at once.
+
+    shares_of    the number of equal shares of a GPU; 0: none
+    only         the GPUs that are offered to several claims only
+    strategy_of  how claims share a GPU by memory; None: not at all
+    limit_of     what holds them to their memory
+    """
+
+    shares_of: Callable[[Gpu], int]
+    only: GpuSelection = NO_GPU
+    strategy_of: Callable[[Gpu], SharingStrategy | None] = lambda _: None
+    limit_of: Callable[[Gpu, SharingStrategy], MemoryLimit] = lambda *_: MemoryLimit.NONE
+
+    def memory_of(self, gpu: Gpu, strategy: SharingStrategy | None) -> SharedMemory | None:
+        """The memory of ``gpu`` that claims share by ``strategy``."""
+        if strategy is None:
+            return None
+        return SharedMemory.of(gpu.memory_bytes - gpu.memory_reserved, strategy, self.limit_of(gpu, strategy))
+
+
+UNSHARED = GpuSharing(lambda _: 0)

@@ -74,10 +74,19 @@ class PublishedGpu:
     mig_uuids: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def shared(self) -> Iterable[Device]:
+        """The shared device that claims have, if others can get more of it."""
+        return (d for d in self.held if d.kind is DeviceKind.SHARED and d.name not in self.closed)
+
+    @property
+    def visible_offers(self) -> int:
+        """The number of devices in its slice that are offered, or leave it."""
+        return 0 if self.unpublished else len((*self.offers, *self.shared))
+
+    @property
     def is_offering(self) -> bool:
         """Whether its slice has devices that new claims can get, but for faults."""
-        shared = (device for device in self.held if device.kind is DeviceKind.SHARED)
-        return not self.unpublished and any(device.name not in self.closed for device in (*shared, *self.offers))
+        return not self.unpublished and any(device.name not in self.closed for device in (*self.shared, *self.offers))
 
     @property
     def occupied(self) -> int:

@@ -27,21 +27,25 @@ Spec = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class CdiDevice:
-    """One allocated device: its name in the pool, its UUID (of the GPU or partition), its device nodes.
+    """One allocated device: its name, its UUID (of the GPU or partition), its device nodes.
 
-    ``shares`` is the number of shares of the GPU; 1 if the device is not shared.
+    ``shares`` is the number of shares of the GPU; 1 if the device is not a share. ``gib``: what the claim has of a
+    shared device, of which ``name`` ends with the share's id; 0 for other devices.
     """
 
     name: str
     uuid: str
     nodes: Sequence[DeviceNode]
     shares: int = 1
+    gib: int = 0
 
     @property
     def env(self) -> list[str]:
-        """``TESSERA_DEVICE_...`` with the UUID, and for a share ``TESSERA_SHARES_...`` with the number of shares."""
-        device = [f"{variable(self.name)}={self.uuid}"]
-        return device if self.shares == 1 else [*device, f"{variable(self.name, 'SHARES')}={self.shares}"]
+        """``TESSERA_DEVICE_...`` with the UUID; of a share ``TESSERA_SHARES_...`` with the number of shares, of a
+        shared device ``TESSERA_MEMORY_...`` with the memory."""
+        env = [f"{variable(self.name)}={self.uuid}"]
+        env += [f"{variable(self.name, 'SHARES')}={self.shares}"] if self.shares > 1 else []
+        return [*env, f"{variable(self.name, 'MEMORY')}={self.gib}Gi"] if self.gib else env
 
 
 def variable(device: str, about: str = "DEVICE") -> str:

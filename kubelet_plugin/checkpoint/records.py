@@ -1,27 +1,18 @@
-"""The checkpoint: the record of each claim (its devices, their partitions, its phase), one file per claim on disk.
-
-A record is written before the hardware is changed (phase "preparing") and again when the claim is usable
-("prepared"); both writes are durable. It is marked before a release, and removed after the claim's partitions. An
-unreadable file is set aside and kept until the claim's record was rebuilt (``reconcile.recovery``). The cost of a write
-does not depend on other claims.
-"""
+"""What the checkpoint records of each claim: its devices, their partitions, its phase."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from contextlib import suppress
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-from driver.errors import EnvironmentFault, StateError
 from driver.model.device import Device, share_index
 from driver.model.gpu import Partition, Placement
 from driver.model.gpu_settings import TimeSlice, time_slice_in_force
 from driver.model.offer import DeviceKind
-from kubelet_plugin.checkpoint.files import TEMPORARY, remove, write_atomically
+from driver.model.shared_memory import MemoryLimit, SharingStrategy
 from kubelet_plugin.inventory.inventory import ClaimReference
 
 log = logging.getLogger(__name__)
@@ -30,8 +21,9 @@ VERSION = 1
 """Version of the file format. A file of a newer version is set aside. Fields may be added without a new version: older
 programs skip unknown fields."""
 
-ASIDE, SETTLED = ".unreadable", ".settled"
-"""Suffixes of a file that was set aside, and of one whose claim was rebuilt or released since, or was adopted."""
+SHARED_VERSION = 2
+"""Version of the record of a claim that shares a GPU by memory: a program that does not know such devices must not take
+over a node, or it would offer their GPUs."""
 
 
 class DeviceRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
@@ -58,6 +50,23 @@ class DeviceRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tr
 
     time_slice: TimeSlice | None = None
     """The interval that the claim requests."""
+
+    share_id: str = msgspec.field(default="", name="shareID")
+    """Of a shared device: the scheduler's name of the part that this is; a claim may have several."""
+
+    gib: int = 0
+    """Of a shared device: the GiB that the claim has."""
+
+    strategy: SharingStrategy | None = None
+    """Of a shared device: how claims share the compute of its GPU."""
+
+    limit: MemoryLimit = MemoryLimit.NONE
+    """Of a shared device: what holds the claim to its memory."""
+
+    @property
+    def key(self) -> str:
+        """Its name among the devices of all claims of the node."""
+        return device_key(self.device, self.share_id)
 
     @property
     def placement(self) -> Placement | None:
@@ -94,6 +103,14 @@ class MonitorRecord(msgspec.Struct, frozen=True, rename="camel"):
     device: str
     gpu_uuid: str = msgspec.field(name="gpuUUID")
 
+    share_id = ""
+    """Nobody consumes anything of it."""
+
+    @property
+    def key(self) -> str:
+        """As that of a DeviceRecord."""
+        return self.device
+
 
 class Adoption(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     """What the record of NVIDIA's DRA driver says of a claim that it prepared.
@@ -127,6 +144,20 @@ class ClaimRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
     monitors: tuple[MonitorRecord, ...] = ()
     adopted: Adoption | None = None
 
+    @classmethod
+    def of(
+        cls,
+        reference: ClaimReference,
+        phase: Literal["preparing", "prepared"],
+        devices: tuple[DeviceRecord, ...],
+        boot: str,
+        **fields: Any,
+    ) -> ClaimRecord:
+        """The record of a claim of which only these ``fields`` differ from their defaults."""
+        is_shared = any(device.kind is DeviceKind.SHARED for device in devices)
+        version = SHARED_VERSION if is_shared else VERSION
+        return cls(version, reference.namespace, reference.name, reference.uid, phase, devices, boot, **fields)
+
     def __str__(self) -> str:
         return str(self.reference)
 
@@ -152,7 +183,7 @@ class ClaimRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
 
     @property
     def names(self) -> set[str]:
-        """The names of all its devices."""
+        """The names of all its devices; of a shared one the device's."""
         devices = (device.device for device in self.devices)
         return {*devices, *(monitor.device for monitor in self.monitors)}
 
@@ -175,6 +206,7 @@ def device_record(
     *,
     preexisting: bool = False,
     time_slice: TimeSlice | None = None,
+    share_id: str = "",
 ) -> DeviceRecord:
     return DeviceRecord(
         requests=requests,
@@ -190,7 +222,22 @@ def device_record(
         preexisting=preexisting,
         shares=device.shares,
         time_slice=time_slice,
+        share_id=share_id,
+        gib=device.spot.at if device.shared else 0,
+        strategy=device.shared.strategy if device.shared else None,
+        limit=device.shared.limit if device.shared else MemoryLimit.NONE,
     )
+
+
+def device_key(device: str, share_id: str) -> str:
+    """The name of an allocated device among those of all claims: a shared one has a part for each ``share_id``."""
+    return f"{device}-{share_id}" if share_id else device
+
+
+def held_strategies(records: Iterable[ClaimRecord]) -> dict[str, SharingStrategy]:
+    """How claims share the compute of the GPUs of which they have memory, by UUID."""
+    devices = (device for record in records for device in record.devices)
+    return {device.gpu_uuid: device.strategy for device in devices if device.strategy is not None}
 
 
 def held_shares(records: Iterable[ClaimRecord]) -> dict[str, dict[int, int]]:
@@ -209,158 +256,3 @@ def slices_of_instance(records: Iterable[ClaimRecord], gpu_uuid: str, gpu_instan
             if (device.gpu_uuid, device.gpu_instance_id) == (gpu_uuid, gpu_instance_id) and device.placement:
                 return device.placement.mask
     return None
-
-
-RECORD = msgspec.json.Decoder(ClaimRecord)
-"""Made here, like the decoder of every type that threads share: two that are the first to use a type end the process,
-for msgspec shows the second a table that the first has not filled yet (a null pointer; seen with 0.22)."""
-
-
-def decode_record(data: bytes, path: Path) -> ClaimRecord:
-    """Parse one file. Raises StateError naming the file and the field."""
-    try:
-        record = RECORD.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise StateError(f"{path}: not a checkpoint record: {error}") from error
-    if record.version != VERSION:
-        raise StateError(f"{path}: version is {record.version}, this program reads version {VERSION}")
-    if path.stem != record.uid:
-        raise StateError(f"{path}: is about claim {record.uid}, its name says otherwise")
-    return record
-
-
-class Checkpoint:
-    """The directory ``claims/`` below the state directory. Methods raise StateError."""
-
-    def __init__(self, state_dir: Path) -> None:
-        """Create the directory. Raises EnvironmentFault."""
-        self._directory = state_dir / "claims"
-        try:
-            state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._directory.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
-            raise EnvironmentFault(f"--state-dir {state_dir}: can't be used: {error.strerror}") from error
-        self._records: dict[str, ClaimRecord] = {}
-        self._aside: set[str] = set()
-        self._missing: set[str] = set()
-
-    def load(self) -> list[ClaimRecord]:
-        """Read all records. An unreadable one is renamed, and an error is logged."""
-        try:
-            for path in sorted(self._directory.iterdir()):
-                if path.name.endswith(TEMPORARY):
-                    remove(path, durable=False)
-                elif path.suffix == ".json":
-                    try:
-                        record = decode_record(path.read_bytes(), path)
-                    except (StateError, OSError) as error:
-                        self._set_aside(path, error)
-                    else:
-                        self._records[record.uid] = record
-                elif path.suffix == ASIDE:
-                    self._aside.add(path.stem)
-        except OSError as error:
-            raise StateError(f"can't read the checkpoint in {self._directory}: {error.strerror}") from error
-        self._aside -= self._records.keys()
-        return self.records()
-
-    @property
-    def aside(self) -> frozenset[str]:
-        """The uids of claims whose record was set aside and was not rebuilt or released since."""
-        return frozenset(self._aside)
-
-    @property
-    def unrecorded(self) -> frozenset[str]:
-        """The uids of claims that may be prepared although their record is unreadable or missing.
-
-        Nothing of them is removed until the API server says that they do not exist.
-        """
-        return frozenset((self._aside | self._missing) - self._records.keys())
-
-    def is_unrecorded(self, uid: str) -> bool:
-        return uid not in self._records and (uid in self._aside or uid in self._missing)
-
-    def note_missing(self, uid: str) -> None:
-        """Count a claim as unrecorded, for example because it has a CDI spec and no record."""
-        if not self.is_unrecorded(uid):
-            log.error("a checkpoint record is missing", extra={"claimUID": uid})
-        self._missing.add(uid)
-
-    def settle_unrecorded(self, uid: str) -> None:
-        """Count a claim no longer as unrecorded: it has a record again, or was released. A file that was set aside is
-        renamed once more."""
-        self._missing.discard(uid)
-        if uid not in self._aside:
-            return
-        path = self.path(uid).with_suffix(ASIDE)
-        self._rename(path, path.with_suffix(SETTLED))
-        self._aside.discard(uid)
-
-    def records(self) -> list[ClaimRecord]:
-        """Every record, as last written."""
-        return list(self._records.values())
-
-    def get(self, uid: str) -> ClaimRecord | None:
-        return self._records.get(uid)
-
-    def put(self, record: ClaimRecord, *, durable: bool = True) -> None:
-        """Write the record. It survives a kill of the process; if ``durable``, also a power cut."""
-        try:
-            write_atomically(f"{self._directory}/{record.uid}.json", msgspec.json.encode(record), durable=durable)
-        except StateError:
-            # A release that is needed is known in memory at least. It may be on disk all the same: fsync fails late.
-            if record.needs_release:
-                self._records[record.uid] = record
-            raise
-        self._records[record.uid] = record
-
-    def remove(self, uid: str) -> None:
-        """Remove the record. That of an adopted claim is renamed: the other driver's file names the claim for ever."""
-        record = self._records.get(uid)
-        if record is None or record.adopted is None:
-            remove(self.path(uid), durable=True)
-        else:
-            self._rename(self.path(uid), self.path(uid).with_suffix(SETTLED))
-        self._records.pop(uid, None)
-
-    def was_settled_since(self, uid: str, file: Path) -> bool:
-        """Whether the record of this claim was settled after ``file`` was written."""
-        try:
-            return self.path(uid).with_suffix(SETTLED).stat().st_mtime_ns > file.stat().st_mtime_ns
-        except OSError:
-            return False
-
-    def path(self, uid: str) -> Path:
-        """The file of one claim's record, whether it exists or not."""
-        return self._directory / f"{uid}.json"
-
-    @staticmethod
-    def _rename(path: Path, to: Path) -> None:
-        try:
-            path.rename(to)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise StateError(f"can't rename {path}: {error.strerror}") from error
-
-    def _set_aside(self, path: Path, why: Exception) -> None:
-        aside = path.with_suffix(ASIDE)
-        self._aside.add(path.stem)
-        try:
-            path.replace(aside)
-        except OSError as error:
-            log.error("can't set a checkpoint record aside", extra={"path": str(path), "error": str(error)})
-        log.error("set a checkpoint record aside", extra={"error": str(why), "keptAs": str(aside)})
-
-
-def check_readable(state_dir: Path) -> None:
-    """Raise StateError for the first record that this version can't read: of another version, or damaged.
-
-    Only reads, while another instance is active.
-    """
-    try:
-        for path in sorted((state_dir / "claims").glob("[!.]*.json")):
-            with suppress(FileNotFoundError):  # released meanwhile
-                decode_record(path.read_bytes(), path)
-    except OSError as error:
-        raise StateError(f"can't read the checkpoint in {state_dir}: {error.strerror}") from error

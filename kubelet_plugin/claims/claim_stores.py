@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 from driver.errors import HardwareError, StateError
 from driver.model.device import Device, devices_of, share_index
-from driver.model.offer import SHARE, DeviceKind, Spot
+from driver.model.offer import SHARE, SHARED, DeviceKind, Spot
 from driver.slices.slice_names import Pool
 from kubelet_plugin.cdi.spec_files import CdiDirectory
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
-from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, DeviceRecord
+from kubelet_plugin.checkpoint.record_files import Checkpoint
+from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
 from kubelet_plugin.inventory.inventory import Inventory
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class ClaimStores:
         """
         current = self.inventory.device(entry.device)
         if current is not None and current.gpu.uuid == entry.gpu_uuid and current.shares == entry.shares:
-            return current
+            return current if current.shared is None else replace(current, spot=Spot(SHARED, entry.gib))
         gpu = self.inventory.gpu(entry.gpu_uuid)
         if gpu is not None and entry.kind is DeviceKind.SHARE:
             return Device(entry.device, gpu, Spot(SHARE, share_index(entry.device)), shares=entry.shares)

@@ -14,7 +14,7 @@ from driver.model.gpu import Gpu
 from driver.model.offer import DeviceKind
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
-from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord, device_record
+from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord, device_record
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.time_slices import TimeSlices
@@ -107,16 +107,8 @@ class ClaimCleanup:
             return None
         named = stores.cdi.devices(reference.uid)
         entries = [self._entry(reference, name, uuid) for name, uuid in named.items()]
-        return ClaimRecord(
-            VERSION,
-            reference.namespace,
-            reference.name,
-            reference.uid,
-            "prepared",
-            tuple(entry for entry in entries if entry is not None),
-            stores.boot,
-            releasing=True,
-        )
+        known = tuple(entry for entry in entries if entry is not None)
+        return ClaimRecord.of(reference, "prepared", known, stores.boot, releasing=True)
 
     def _entry(self, reference: ClaimReference, name: str, uuid: str) -> DeviceRecord | None:
         """The record of one device to release; None if there is nothing to release.

@@ -24,7 +24,13 @@ from driver.model.offer import DeviceKind
 from kubelet_plugin.cdi.spec_format import CdiDevice
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
-from kubelet_plugin.checkpoint.records import VERSION, Adoption, ClaimRecord, DeviceRecord, MonitorRecord, device_record
+from kubelet_plugin.checkpoint.records import (
+    Adoption,
+    ClaimRecord,
+    DeviceRecord,
+    MonitorRecord,
+    device_record,
+)
 from kubelet_plugin.claims.allocation import AllocatedDevice, ResolvedClaim, refuse_unusable, resolve
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.cleanup import ClaimCleanup
@@ -47,6 +53,7 @@ class PreparedDevice:
     pool: str
     device: str
     cdi_device_ids: tuple[str, ...]
+    share_id: str = ""
 
 
 class ClaimReader:
@@ -126,8 +133,8 @@ class Preparer:
         )
         specs = stores.cdi.specs
         return [
-            PreparedDevice(entry.requests, entry.pool, entry.device, (specs.device_id(record.uid, entry.device),))
-            for entry in entries
+            PreparedDevice(e.requests, e.pool, e.device, (specs.device_id(record.uid, e.key),), e.share_id)
+            for e in entries
         ]
 
     def _adopted_answer(self, record: ClaimRecord, adopted: Adoption) -> Sequence[PreparedDevice]:
@@ -214,7 +221,7 @@ class Preparer:
         fault = None if device is None else self._stores.inventory.fault(device.gpu)
         if device is None or fault is not None:
             raise HardwareError(f"claim {record}: {entry.device} can't be used at present: {fault or 'no such device'}")
-        return AllocatedDevice(device, entry.requests, entry.time_slice)
+        return AllocatedDevice(device, entry.requests, entry.time_slice, entry.share_id)
 
     # The caller holds the locks of the claim and of its GPUs
 
@@ -223,9 +230,7 @@ class Preparer:
     ) -> ClaimRecord:
         """Prepare ``allocated``. If ``record`` is of an earlier allocation of the claim, that one is released first."""
         stores = self._stores
-        if record is not None and {entry.device for entry in record.devices} != {
-            item.device.name for item in allocated.devices
-        }:
+        if record is not None and {entry.key for entry in record.devices} != {item.key for item in allocated.devices}:
             extra = {"claim": str(record), "devices": ",".join(sorted(record.names))}
             log.warning("a prepared claim was allocated anew: releasing the earlier devices", extra=extra)
             self.cleanup.release(record)
@@ -293,19 +298,11 @@ class Preparer:
                 stores.inventory.number(item.device.gpu),
                 preexisting=stores.inventory.is_preexisting(item.device),
                 time_slice=item.time_slice,
+                share_id=item.share_id,
             )
             for item in allocated.devices
         ]
-        return ClaimRecord(
-            version=VERSION,
-            namespace=reference.namespace,
-            name=reference.name,
-            uid=reference.uid,
-            phase=phase,
-            devices=tuple(entries),
-            boot=stores.boot,
-            monitors=allocated.monitors,
-        )
+        return ClaimRecord.of(reference, phase, tuple(entries), stores.boot, monitors=allocated.monitors)
 
     def _rebuild_record(self, reference: ClaimReference, allocated: ResolvedClaim) -> ClaimRecord:
         """Write a record of a claim whose record was lost. It may be in use: the record never says to release it.
@@ -341,10 +338,10 @@ class Preparer:
         ``mig_modes``: whether GPUs that were checked just now are in MIG mode, by UUID; updated here.
         """
         stores, was_prepared = self._stores, record.prepared_in_this_boot(self._stores.boot)
-        entries = {entry.device: entry for entry in record.devices}
+        entries = {entry.key: entry for entry in record.devices}
         devices: list[CdiDevice] = []
         for item in allocated:
-            device, entry = item.device, entries[item.device.name]
+            device, entry = item.device, entries[item.key]
             if was_prepared:
                 partition = self._partitions.verify(device, entry)
             else:
@@ -353,8 +350,9 @@ class Preparer:
                     # Making the device has switched the GPU: on for a partition, off otherwise.
                     mig_modes[device.gpu.uuid] = partition is not None
             uuid = device.gpu.uuid if partition is None else str(partition.uuid)
-            devices.append(CdiDevice(device.name, uuid, self._partitions.nodes(device.gpu, partition), device.shares))
-            entries[device.name] = entry.with_partition(partition)
+            nodes = self._partitions.nodes(device.gpu, partition)
+            devices.append(CdiDevice(item.key, uuid, nodes, device.shares, entry.gib))
+            entries[item.key] = entry.with_partition(partition)
         for monitor in record.monitors:
             nodes = self._partitions.monitor_device_nodes(monitor.gpu_uuid)
             devices.append(CdiDevice(monitor.device, monitor.gpu_uuid, nodes))

@@ -29,7 +29,7 @@ from driver.kube.get_and_list import owner_reference
 from driver.step_observer import StepObserver, observed, unobserved
 from kubelet_plugin.api_writers import NODE_USER_AGENT
 from kubelet_plugin.app import NodePlugin, discovered_plugin
-from kubelet_plugin.checkpoint.records import check_readable
+from kubelet_plugin.checkpoint.record_files import check_readable
 from kubelet_plugin.dra.call_proxy import connect
 from kubelet_plugin.dra.kubelet_sockets import PluginSockets
 from kubelet_plugin.inventory.open_hardware import open_host, require_driver_files

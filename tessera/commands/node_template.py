@@ -13,12 +13,12 @@ from driver.config.flag_values import SUBDOMAIN, check_driver_name
 from driver.errors import EnvironmentFault, FatalError, UsageError
 from driver.kube.client import KubeClient, Object
 from driver.kube.types import GpuNodePlan, Metadata, Node, NodeStatus, Taint
-from driver.model.gpu_settings import GpuSelection
+from driver.model.gpu_settings import GpuSelection, GpuSharing
 from driver.model.plan import COMPLETE, COUNTERS_FIELD, KIND, PATH, PUBLISH
 from driver.model.reported_gpus import GpuReport, decode_inventory
 from driver.slices.build import SliceBuilder, slice_object
 from driver.slices.slice_names import Pool
-from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
+from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.inventory.published_devices import PublishPolicy
 from tessera.cluster_options import check_flag, client_of, with_driver_name, with_kubeconfig
 from tessera.gpu_sources import anonymous, hardware

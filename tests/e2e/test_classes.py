@@ -17,10 +17,10 @@ import yaml
 from driver.errors import ApiError
 from driver.kube.get_and_list import CLAIM
 from driver.model.gpu import Gpu, MigMode
-from driver.model.gpu_settings import EVERY_GPU, GpuSelection, TimeSlice
+from driver.model.gpu_settings import EVERY_GPU, UNSHARED, GpuSelection, GpuSharing, TimeSlice
 from driver.simulator.description import load_description
 from kubelet_plugin.claims.allocation import resolve
-from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuSharing
+from kubelet_plugin.inventory.inventory import ClaimReference
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
 from tests.harness.waiting import wait_for

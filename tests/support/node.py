@@ -15,6 +15,7 @@ from driver.hardware.host_paths import HostPaths, boot_id
 from driver.kube.types import Reference
 from driver.model.device import number_gpus
 from driver.model.gpu import Gpu, Partition
+from driver.model.gpu_settings import UNSHARED, GpuSharing
 from driver.simulator.description import NodeDescription, load_description
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.latency import ZERO_LATENCY
@@ -25,14 +26,15 @@ from kubelet_plugin.cdi.spec_files import CdiDirectory
 from kubelet_plugin.cdi.spec_format import SpecFormat
 from kubelet_plugin.changes import ChangeNotifier, GpuChange, HardwareOutcomes, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
-from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, held_shares
+from kubelet_plugin.checkpoint.record_files import Checkpoint
+from kubelet_plugin.checkpoint.records import ClaimRecord, held_shares
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.cleanup import ClaimCleanup
 from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.preparer import Preparer
 from kubelet_plugin.claims.time_slices import TimeSlices
 from kubelet_plugin.coexistence.adopted_claims import adopt_claims
-from kubelet_plugin.inventory.inventory import UNSHARED, GpuSharing, Inventory
+from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.inventory.scan import Scanner
 from kubelet_plugin.reconcile.recovery import recover
 from kubelet_plugin.settings import NodeSettings, node_settings

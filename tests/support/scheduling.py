@@ -10,10 +10,11 @@ from typing import Any
 from driver.errors import ApiError
 from driver.model.device import Device, number_gpus, share_index
 from driver.model.gpu import Gpu
+from driver.model.gpu_settings import UNSHARED, GpuSharing
 from driver.model.offer import DeviceKind
 from driver.slices.build import slice_object
 from driver.slices.slice_names import Pool
-from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuSharing, Inventory
+from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
 from tests.harness.waiting import wait_for

@@ -7,9 +7,10 @@ from random import Random
 
 import yaml
 
+from driver.model.gpu_settings import GpuSharing
 from driver.slices.build import SliceBuilder, slice_object
 from driver.slices.slice_names import Pool
-from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
+from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.inventory.published_devices import PublishPolicy
 from tests.conformance.allocator.devices import Object, device_class
 from tests.support.gpus import gpu_of
