@@ -31,9 +31,8 @@ from kubelet_plugin.cdi.spec_format import SpecFormat
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.files import probe
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
-from kubelet_plugin.checkpoint.record_files import Checkpoint
-from kubelet_plugin.checkpoint.recorded_gpus import KnownGpus
-from kubelet_plugin.checkpoint.records import ClaimRecord, held_shares, held_strategies
+from kubelet_plugin.checkpoint.recorded_gpus import KnownGpus, held_shares, held_strategies
+from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.preparer import ClaimReader, Preparer

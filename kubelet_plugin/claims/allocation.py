@@ -32,18 +32,14 @@ class AllocatedDevice:
     """One device allocated to the claim, and the requests it serves (base names, without subrequest).
 
     ``time_slice`` is the interval that its effective parameters request; None: they request none. ``share_id`` is the
-    scheduler's name of the part of a shared device that this is; empty for other devices.
+    scheduler's name of the part of a shared device that this is; empty for other devices. ``key`` is as in its record.
     """
 
     device: Device
     requests: tuple[str, ...]
     time_slice: TimeSlice | None = None
     share_id: str = ""
-
-    @property
-    def key(self) -> str:
-        """Its name among the devices of all claims of the node."""
-        return device_key(self.device.name, self.share_id)
+    key: str = ""
 
 
 class ResolvedClaim(NamedTuple):
@@ -76,11 +72,15 @@ def resolve(reference: ClaimReference, claim: Claim, pool: Pool, inventory: Inve
     allocated: dict[str, AllocatedDevice] = {}
     for (request, device), share_id in zip(requests, share_ids, strict=True):
         effective = parameters.get((request, device.name))
-        key = device_key(device.name, share_id)
+        key = device_key(device.name, share_id) if share_id else device.name
         served = allocated[key].requests if key in allocated else ()
         base = request.split("/", 1)[0]
         allocated[key] = AllocatedDevice(
-            device, served if base in served else (*served, base), effective.time_slice if effective else None, share_id
+            device,
+            served if base in served else (*served, base),
+            effective.time_slice if effective else None,
+            share_id,
+            key,
         )
     if len(allocated) > 1:
         _refuse_shares_of_one_gpu(reference, allocated.values(), pool.driver)
@@ -231,7 +231,7 @@ def refuse_unusable(reference: ClaimReference, allocated: Sequence[AllocatedDevi
                 f"claim {reference}: its own devices {item.device} and {other.device} overlap; "
                 "the scheduler allocates only devices whose memory slices are disjoint"
             )
-    for device in merged(item.device for item in allocated):
+    for device in merged(item.device for item in allocated) if len(allocated) > 1 else (allocated[0].device,):
         fault = inventory.fault(device.gpu)
         if fault is not None:
             raise HardwareError(f"claim {reference}: {device} can't be used at present: {fault}")

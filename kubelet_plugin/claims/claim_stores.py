@@ -12,8 +12,7 @@ from driver.model.offer import SHARE, SHARED, DeviceKind, Spot
 from driver.slices.slice_names import Pool
 from kubelet_plugin.cdi.spec_files import CdiDirectory
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
-from kubelet_plugin.checkpoint.record_files import Checkpoint
-from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
+from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, DeviceRecord
 from kubelet_plugin.inventory.inventory import Inventory
 
 log = logging.getLogger(__name__)

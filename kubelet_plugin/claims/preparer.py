@@ -24,13 +24,7 @@ from driver.model.offer import DeviceKind
 from kubelet_plugin.cdi.spec_format import CdiDevice
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
-from kubelet_plugin.checkpoint.records import (
-    Adoption,
-    ClaimRecord,
-    DeviceRecord,
-    MonitorRecord,
-    device_record,
-)
+from kubelet_plugin.checkpoint.records import Adoption, ClaimRecord, DeviceRecord, MonitorRecord, device_record
 from kubelet_plugin.claims.allocation import AllocatedDevice, ResolvedClaim, refuse_unusable, resolve
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.cleanup import ClaimCleanup
@@ -221,7 +215,7 @@ class Preparer:
         fault = None if device is None else self._stores.inventory.fault(device.gpu)
         if device is None or fault is not None:
             raise HardwareError(f"claim {record}: {entry.device} can't be used at present: {fault or 'no such device'}")
-        return AllocatedDevice(device, entry.requests, entry.time_slice, entry.share_id)
+        return AllocatedDevice(device, entry.requests, entry.time_slice, entry.share_id, entry.key)
 
     # The caller holds the locks of the claim and of its GPUs
 

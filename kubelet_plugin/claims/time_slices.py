@@ -9,8 +9,7 @@ from driver.hardware.host import Host
 from driver.hardware.nvml_errors import ABSENT
 from driver.model.gpu import Gpu
 from driver.model.gpu_settings import TimeSlice, time_slice_in_force
-from kubelet_plugin.checkpoint.record_files import Checkpoint
-from kubelet_plugin.checkpoint.records import ClaimRecord
+from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
 from kubelet_plugin.step_names import NodeStep, StepRunner
 
 log = logging.getLogger(__name__)

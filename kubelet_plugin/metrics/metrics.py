@@ -23,8 +23,7 @@ from driver.kube.types import Claim
 from driver.model.gpu_events_and_conditions import ConditionType
 from driver.model.offer import DeviceKind
 from driver.model.plan import NodeConditionType
-from kubelet_plugin.checkpoint.record_files import Checkpoint
-from kubelet_plugin.checkpoint.records import ClaimRecord
+from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.health.device_conditions import FAILING
 from kubelet_plugin.health.device_health import GPU_UNHEALTHY, HealthMonitor

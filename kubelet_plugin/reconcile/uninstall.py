@@ -13,7 +13,7 @@ from pathlib import Path
 
 from driver.errors import StateError
 from kubelet_plugin.cdi.spec_files import CdiDirectory
-from kubelet_plugin.checkpoint.record_files import Checkpoint
+from kubelet_plugin.checkpoint.records import Checkpoint
 from kubelet_plugin.plan.instructions import WatchedInstructions
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,7 @@ import yaml
 
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.gpu_load import SimulatedActivity, constant, duty
-from kubelet_plugin.checkpoint.record_files import decode_record
-from kubelet_plugin.checkpoint.records import ClaimRecord
+from kubelet_plugin.checkpoint.records import ClaimRecord, decode_record
 from tests.demo.nodes import start
 from tests.demo.replay import GAUGES, Measured, day_of
 from tests.demo.screen import Screen

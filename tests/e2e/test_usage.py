@@ -9,7 +9,7 @@ import pytest
 
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.gpu_load import SimulatedActivity, constant
-from kubelet_plugin.checkpoint.record_files import decode_record
+from kubelet_plugin.checkpoint.records import decode_record
 from tests.harness.cluster import Cluster
 from tests.harness.node import NodeError
 from tests.harness.progress import Progress

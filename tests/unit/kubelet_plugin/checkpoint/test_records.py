@@ -13,8 +13,7 @@ from driver.errors import EnvironmentFault, StateError
 from driver.model.gpu import Partition, Placement
 from driver.model.offer import DeviceKind
 from kubelet_plugin.checkpoint.files import remove, write_atomically
-from kubelet_plugin.checkpoint.record_files import Checkpoint
-from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
+from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, DeviceRecord
 
 PARTITION = Partition("GPU-1", 19, Placement(6, 1), 3, 0, "MIG-1")
 
