@@ -5,7 +5,7 @@ Source: Container Device Interface specification 0.5 (device names that start wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,14 +72,15 @@ class SpecFormat:
 
     def encode(self, uid: str, devices: Iterable[CdiDevice]) -> bytes:
         """The content of one claim's file."""
-        own = [
+        claimed = [
             {
                 "name": f"{uid}-{device.name}",
                 "containerEdits": {"env": device.env, "deviceNodes": [_node(node) for node in device.nodes]},
             }
             for device in devices
         ]
-        head = _formatted({"cdiVersion": CDI_VERSION, "kind": self._kind, "devices": own})
+        spec = {"cdiVersion": CDI_VERSION, "kind": self._kind, "devices": claimed}
+        head = msgspec.json.format(msgspec.json.encode(spec), indent=2)
         return head[: -len(OBJECT_END)] + self.common
 
     def is_current(self, spec: bytes) -> bool:
@@ -121,10 +122,6 @@ def mounted_in(spec: bytes) -> list[str]:
         return [str(mount["hostPath"]) for mount in msgspec.json.decode(spec, type=Spec)["containerEdits"]["mounts"]]
     except (ValueError, RecursionError, LookupError, TypeError):
         return []
-
-
-def _formatted(spec: Mapping[str, Any]) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(spec), indent=2)
 
 
 def _edits(files: DriverFiles) -> Spec:

@@ -81,11 +81,11 @@ def held_strategies(records: Iterable[ClaimRecord]) -> dict[str, SharingStrategy
 
 def held_shares(records: Iterable[ClaimRecord]) -> dict[str, dict[int, int]]:
     """The shares in ``records``, by GPU: the number of each and of how many it is one."""
-    found: dict[str, dict[int, int]] = {}
+    shares: dict[str, dict[int, int]] = {}
     for device in (device for record in records for device in record.devices):
         if device.kind is DeviceKind.SHARE:
-            found.setdefault(device.gpu_uuid, {})[share_index(device.device)] = device.shares
-    return found
+            shares.setdefault(device.gpu_uuid, {})[share_index(device.device)] = device.shares
+    return shares
 
 
 def slices_of_instance(records: Iterable[ClaimRecord], gpu_uuid: str, gpu_instance_id: int) -> int | None:

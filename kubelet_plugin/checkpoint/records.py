@@ -245,6 +245,12 @@ def device_key(device: str, share_id: str) -> str:
     return f"{device}-{share_id}" if share_id else device
 
 
+def device_of(key: str) -> str:
+    """The name of the device of which ``key`` names all or a part."""
+    gpu, shared, _ = key.partition("-shared-")
+    return f"{gpu}-shared" if shared else key
+
+
 RECORD = msgspec.json.Decoder(ClaimRecord)
 """Made here, like the decoder of every type that threads share: two that are the first to use a type end the process,
 for msgspec shows the second a table that the first has not filled yet (a null pointer; seen with 0.22)."""

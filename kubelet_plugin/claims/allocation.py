@@ -231,20 +231,21 @@ def refuse_unusable(reference: ClaimReference, allocated: Sequence[AllocatedDevi
                 f"claim {reference}: its own devices {item.device} and {other.device} overlap; "
                 "the scheduler allocates only devices whose memory slices are disjoint"
             )
-    for device in merged(item.device for item in allocated) if len(allocated) > 1 else (allocated[0].device,):
+    devices = [item.device for item in allocated]
+    for device in merged(devices) if len(devices) > 1 else devices:
         fault = inventory.fault(device.gpu)
         if fault is not None:
             raise HardwareError(f"claim {reference}: {device} can't be used at present: {fault}")
         owner = inventory.reserved_reason(reference.uid, device.gpu)
         if owner is not None:
             raise ClaimError(f"claim {reference}: {device} is reserved for another driver: {owner}; delete the pod")
+        if device.shared is not None:
+            overdrawn = inventory.overdrawn_reason(reference.uid, device, device.shared)
+            if overdrawn is not None:
+                raise ClaimError(f"claim {reference}: {overdrawn}")
         conflict = inventory.conflict(reference.uid, device)
         if conflict is not None:
             holder, held = conflict
-            if device.shared is not None and held.kind is DeviceKind.SHARED:
-                raise ClaimError(
-                    f"claim {reference}: {inventory.overdrawn_reason(reference.uid, device, device.shared)}"
-                )
             raise ClaimError(
                 f"claim {reference}: {device} overlaps {held}, which {holder.as_holder()} still holds on this "
                 "node; it is prepared once that claim is unprepared"

@@ -12,7 +12,7 @@ from driver.model.offer import SHARE, SHARED, DeviceKind, Spot
 from driver.slices.slice_names import Pool
 from kubelet_plugin.cdi.spec_files import CdiDirectory
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
-from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, DeviceRecord
+from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, DeviceRecord, device_of
 from kubelet_plugin.inventory.inventory import Inventory
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class ClaimStores:
     def hold_unrecorded(self, uid: str) -> None:
         """Hold the known devices in the CDI spec of a claim without a checkpoint record."""
         try:
-            devices = [self.inventory.device(name) for name in self.cdi.devices(uid)]
+            devices = [self.inventory.device(device_of(key)) for key in self.cdi.devices(uid)]
         except StateError as error:
             log.error("can't read which devices a claim has", extra={"claimUID": uid, "error": str(error)})
             return

@@ -107,8 +107,8 @@ class ClaimCleanup:
             return None
         named = stores.cdi.devices(reference.uid)
         entries = [self._entry(reference, name, uuid) for name, uuid in named.items()]
-        known = tuple(entry for entry in entries if entry is not None)
-        return ClaimRecord.of(reference, "prepared", known, stores.boot, releasing=True)
+        devices = tuple(entry for entry in entries if entry is not None)
+        return ClaimRecord.of(reference, "prepared", devices, stores.boot, releasing=True)
 
     def _entry(self, reference: ClaimReference, name: str, uuid: str) -> DeviceRecord | None:
         """The record of one device to release; None if there is nothing to release.

@@ -125,11 +125,9 @@ class Preparer:
                 "gpus": ",".join(sorted({entry.gpu_uuid for entry in entries})),
             },
         )
-        specs = stores.cdi.specs
-        return [
-            PreparedDevice(e.requests, e.pool, e.device, (specs.device_id(record.uid, e.key),), e.share_id)
-            for e in entries
-        ]
+        device_id = stores.cdi.specs.device_id
+        named = [(e, device_id(record.uid, e.key if e.share_id else e.device)) for e in entries]
+        return [PreparedDevice(e.requests, e.pool, e.device, (name,), e.share_id) for e, name in named]
 
     def _adopted_answer(self, record: ClaimRecord, adopted: Adoption) -> Sequence[PreparedDevice]:
         """The answer of NVIDIA's driver, whose CDI spec the claim's running containers have."""
@@ -332,10 +330,11 @@ class Preparer:
         ``mig_modes``: whether GPUs that were checked just now are in MIG mode, by UUID; updated here.
         """
         stores, was_prepared = self._stores, record.prepared_in_this_boot(self._stores.boot)
-        entries = {entry.key: entry for entry in record.devices}
+        entries = {(entry.device, entry.share_id): entry for entry in record.devices}
         devices: list[CdiDevice] = []
         for item in allocated:
-            device, entry = item.device, entries[item.key]
+            device, part = item.device, (item.device.name, item.share_id)
+            entry = entries[part]
             if was_prepared:
                 partition = self._partitions.verify(device, entry)
             else:
@@ -346,7 +345,7 @@ class Preparer:
             uuid = device.gpu.uuid if partition is None else str(partition.uuid)
             nodes = self._partitions.nodes(device.gpu, partition)
             devices.append(CdiDevice(item.key, uuid, nodes, device.shares, entry.gib))
-            entries[item.key] = entry.with_partition(partition)
+            entries[part] = entry.with_partition(partition)
         for monitor in record.monitors:
             nodes = self._partitions.monitor_device_nodes(monitor.gpu_uuid)
             devices.append(CdiDevice(monitor.device, monitor.gpu_uuid, nodes))

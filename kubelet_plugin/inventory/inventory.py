@@ -315,16 +315,18 @@ class Inventory:
         obstacles = in_the_way(device, [held for _, held in others])
         return next(((holder, held) for holder, held in others if obstacles and held is obstacles[0]), None)
 
-    def overdrawn_reason(self, uid: str, device: Device, shared: SharedMemory) -> str:
-        """Why a shared device has not the GiB of ``device`` left for the claim ``uid``."""
+    def overdrawn_reason(self, uid: str, device: Device, shared: SharedMemory) -> str | None:
+        """Why a shared device has not the GiB of ``device`` left for the claim ``uid``; None if it has."""
         with self._lock:
-            others = [(holder, d) for holder, devices in self._held.values() for d in devices if d.name == device.name]
-        claims = sorted({holder.as_holder() for holder, _ in others if holder.uid != uid})
-        left = max(0, shared.gib - sum(held.spot.at for holder, held in others if holder.uid != uid))
-        return (
-            f"{device.name} has {left} GiB left of {shared.gib}, it was allocated {device.spot.at}: "
-            f"{', '.join(claims[:SHOWN_HOLDERS])} still hold the rest on this node; it is prepared once enough is free"
-        )
+            held = [(holder, d) for holder, devices in self._held.values() for d in devices if d.name == device.name]
+        others = [(holder, d.spot.at) for holder, d in held if holder.uid != uid]
+        free = max(0, shared.gib - sum(gib for _, gib in others))
+        if device.spot.at <= free:
+            return None
+        claims = sorted({holder.as_holder() for holder, _ in others})[:SHOWN_HOLDERS]
+        holding = f"; {', '.join(claims)} still hold the rest on this node; it is prepared once enough is free"
+        need = f"{device.name} has {free} GiB left of {shared.gib}, it was allocated {device.spot.at}"
+        return need + (holding if claims else "")
 
     def states(self) -> list[GpuReport]:
         """The state of every GPU, for the controller."""

@@ -204,8 +204,8 @@ def unchanged_since(entries: Iterable[Object], devices: Iterable[DeviceStatus]) 
         for condition in entry.get("conditions") or ()
         if condition.get("type") == READY_CONDITION
     }
-    found = {s.key: stored.get((s.device, s.share_id, "True" if s.ready else "False")) for s in devices}
-    return {key: since for key, since in found.items() if since is not None}
+    since = {s.key: stored.get((s.device, s.share_id, "True" if s.ready else "False")) for s in devices}
+    return {key: time for key, time in since.items() if time is not None}
 
 
 def newly_unhealthy(devices: Iterable[DeviceStatus], before: Iterable[DeviceStatus]) -> list[str]:

@@ -26,7 +26,7 @@ from kubelet_plugin.cdi.spec_files import CdiDirectory
 from kubelet_plugin.cdi.spec_format import SpecFormat
 from kubelet_plugin.changes import ChangeNotifier, GpuChange, HardwareOutcomes, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
-from kubelet_plugin.checkpoint.recorded_gpus import held_shares
+from kubelet_plugin.checkpoint.recorded_gpus import held_shares, held_strategies
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.cleanup import ClaimCleanup
@@ -177,7 +177,8 @@ def start_node(
     scanner = Scanner(host, choice, KeptNodeEvents())
     found, _ = scanner.discover()
     kept = {device.gpu_uuid: device.number for record in records for device in record.devices}
-    inventory = Inventory(found, number_gpus(found, kept), sharing, held_shares(records))
+    parts = held_shares(records), held_strategies(records)
+    inventory = Inventory(found, number_gpus(found, kept), sharing, *parts)
     inventory.set_reserved({})
     scanner.discover(inventory)  # which asks for MIG mode
     paths = paths_of(simulated)
