@@ -36,7 +36,7 @@ def make_cgroup(node: SimulatedNode, path: str, *, files: bool = True) -> Path:
     cgroup = node.root / CGROUPS
     for part in Path(path).parts:
         cgroup /= part
-        cgroup.mkdir(exist_ok=True)
+        cgroup.mkdir(parents=True, exist_ok=True)
         if files:
             (cgroup / "dmem.max").touch()
     return cgroup
