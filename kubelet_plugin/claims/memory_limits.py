@@ -80,7 +80,7 @@ class PodMemoryLimits:
         used: dict[str, int] = {}
         failures: list[RecoverableError] = []
         for pod_uid, memory in pods.items():
-            cgroup = self._cgroups.find(pod_uid)
+            cgroup = self._cgroups.find(pod_uid, expected=False)
             if cgroup is None:
                 continue
             try:
@@ -95,7 +95,7 @@ class PodMemoryLimits:
     def lift(self, gpu: Gpu, pod_uids: Iterable[str]) -> None:
         """Remove the limits of pods that hold nothing of ``gpu`` any more. Raises HardwareError."""
         for pod_uid in pod_uids:
-            cgroup = self._cgroups.find(pod_uid)
+            cgroup = self._cgroups.find(pod_uid, expected=False)
             if cgroup is None:
                 continue
             try:

@@ -37,12 +37,15 @@ class PodCgroups:
         self._top = paths.here(CGROUPS)
         self._parents: tuple[Path, ...] = ()
 
-    def find(self, pod_uid: str) -> Path | None:
-        """The directory of a pod's cgroup, as this process sees it; None if there is none."""
+    def find(self, pod_uid: str, *, expected: bool = True) -> Path | None:
+        """The directory of a pod's cgroup, as this process sees it; None if there is none.
+
+        ``expected``: the pod has one, so that parents are searched again where it is not found.
+        """
         if not POD_UID.fullmatch(pod_uid):
             return None
         cgroup = self._find_below_parents(pod_uid)
-        if cgroup is None:
+        if cgroup is None and (expected or not self._parents):
             self._parents = tuple(_parents_of_pods(self._top))
             cgroup = self._find_below_parents(pod_uid)
         return cgroup

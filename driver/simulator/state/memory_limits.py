@@ -1,8 +1,8 @@
 """Limits on GPU memory by cgroup, as driver R615 and newer enforce them: by the kernel (dmem) or by the driver (misc).
 
 Sources: NVIDIA's MPS manual, "MPS v3 Memory Partitioning" (release 615), and the comments in nvml.h. Which error the
-driver returns for a path that is no cgroup is an estimate. Not simulated: the soft limit's effect, and that it is
-added to a cgroup's ancestors; what memory info a limited process sees.
+driver returns for a path that is no cgroup is an estimate. Not simulated: the effect of soft limits on MPS; the
+memory that a limited process sees as the GPU's.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from itertools import islice, takewhile
 from pathlib import Path
 
 import msgspec
 import pynvml
+from msgspec.structs import replace
 
 from driver.errors import UsageError
 from driver.simulator.description import CgroupControl
 from driver.simulator.state.gpu_load import Load
 from driver.simulator.tree import CGROUPS, MACHINE_CGROUPS
+
+NO_LIMIT = int(pynvml.NVML_DEVICE_MEMORY_LIMIT_MAX)
 
 
 class CgroupLimit(msgspec.Struct, frozen=True, rename="camel"):
@@ -62,15 +66,21 @@ class CgroupTree:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
         if soft > hard:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        others = tuple(limit for path, limit in _existing(limits).items() if path != cgroup)
-        is_cleared = soft == 0 and hard == pynvml.NVML_DEVICE_MEMORY_LIMIT_MAX
-        return others if is_cleared else (*others, CgroupLimit(cgroup, _inode(cgroup) or 0, soft, hard))
+        existing = _existing(limits)
+        more = soft - (existing[cgroup].soft if cgroup in existing else 0)
+        changed = {cgroup: CgroupLimit(cgroup, _inode(cgroup) or 0, soft, hard)}
+        if more and self._control == "dmem":
+            # The sum of what is below each ancestor; it stays there when a cgroup below is removed.
+            for path in takewhile(self._takes_limits, islice(_upwards(cgroup), 1, None)):
+                limit = existing.get(path) or CgroupLimit(path, _inode(path) or 0, 0, NO_LIMIT)
+                changed[path] = replace(limit, soft=limit.soft + more)
+        return tuple(limit for limit in (existing | changed).values() if limit.soft or limit.hard != NO_LIMIT)
 
     def reported(self, limits: Limits, cgroup: str) -> tuple[int, int]:
         """Soft and hard limit of a cgroup; with dmem one without files has those of the nearest ancestor with files."""
         ancestors = [path for path in _upwards(cgroup) if self._takes_limits(path)]
         limit = _existing(limits).get(ancestors[0]) if ancestors else None
-        return (limit.soft, limit.hard) if limit else (0, int(pynvml.NVML_DEVICE_MEMORY_LIMIT_MAX))
+        return (limit.soft, limit.hard) if limit else (0, NO_LIMIT)
 
     def used(self, limits: Limits, cgroup: str, loads: Iterable[Load], now: float) -> int:
         """Bytes that count for a cgroup."""

@@ -60,6 +60,15 @@ def test_pods_of_two_kubelets_are_found_also_of_one_that_starts_later(tmp_path: 
     assert cgroups.find(UID) is None
 
 
+def test_pods_that_have_ended_cost_no_search_but_the_first_after_a_start(tmp_path: Path) -> None:
+    cgroups = cgroups_of(tmp_path)
+    early = make(tmp_path, f"kubepods/pod{UID}")
+    assert cgroups.find(UID, expected=False) == early
+    late = make(tmp_path, f"kubelet/kubepods/pod{STATIC}")
+    assert cgroups.find(STATIC, expected=False) is None
+    assert cgroups.find(STATIC) == late
+
+
 @pytest.mark.parametrize("uid", ["", "..", "../kubepods/x", "a/b", "*", f"{UID}/..", "x\n"])
 def test_a_uid_that_is_none_leads_nowhere(tmp_path: Path, uid: str) -> None:
     make(tmp_path, "kubepods/pod", "kubepods/pod..", "kubepods/podx", "kubepods/poda/b")

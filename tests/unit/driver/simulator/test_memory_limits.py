@@ -87,6 +87,21 @@ def test_with_dmem_limits_nest(node: SimulatedNode) -> None:
     assert read_limits(node, pod)[2] == 4 * GIB
 
 
+def test_with_dmem_a_soft_limit_stays_on_all_parents_unless_it_is_reset_before_its_cgroup_goes(
+    node: SimulatedNode,
+) -> None:
+    top, pod, other = (make_cgroup(node, f"kubepods{path}") for path in ("", "/pod1", "/pod2"))
+    set_limit(node, pod, 6 * GIB, soft=4 * GIB)
+    set_limit(node, other, 6 * GIB, soft=GIB)
+    assert read_limits(node, top) == (5 * GIB, MAX, 0)
+    set_limit(node, other, 6 * GIB)
+    (pod / "dmem.max").unlink()
+    pod.rmdir()
+    assert read_limits(node, top)[0] == 4 * GIB
+    set_limit(node, top, MAX)
+    assert len(node.gpu_state(0).limits) == 1
+
+
 def test_with_misc_only_the_nearest_limit_counts(misc: SimulatedNode) -> None:
     pod = make_cgroup(misc, "kubepods/pod1")
     set_limit(misc, pod, 6 * GIB)

@@ -124,7 +124,7 @@ def test_what_nvml_refuses_is_an_error_unless_the_pod_has_ended(
         limits.lift(gpu, [POD])
     with pytest.raises(HardwareError, match="UNKNOWN"):
         limits.check(gpu, {POD: 8 * GIB})
-    monkeypatch.setattr(PodCgroups, "find", lambda *_: cgroups[POD].with_name("gone"))
+    monkeypatch.setattr(PodCgroups, "find", lambda *_, **__: cgroups[POD].with_name("gone"))
     limits.lift(gpu, [POD])
     assert limits.check(gpu, {POD: 8 * GIB}) == {}
 
