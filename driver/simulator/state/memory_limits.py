@@ -8,7 +8,7 @@ memory that a limited process sees as the GPU's.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice, takewhile
 from pathlib import Path
@@ -78,13 +78,13 @@ class CgroupTree:
 
     def reported(self, limits: Limits, cgroup: str) -> tuple[int, int]:
         """Soft and hard limit of a cgroup; with dmem one without files has those of the nearest ancestor with files."""
-        ancestors = [path for path in _upwards(cgroup) if self._takes_limits(path)]
-        limit = _existing(limits).get(ancestors[0]) if ancestors else None
+        nearest = next(filter(self._takes_limits, _upwards(cgroup)), None)
+        limit = _existing(limit for limit in limits if limit.cgroup == nearest).get(nearest or "")
         return (limit.soft, limit.hard) if limit else (0, NO_LIMIT)
 
-    def used(self, limits: Limits, cgroup: str, loads: Iterable[Load], now: float) -> int:
+    def used(self, limits: Limits, cgroup: str, loads: Sequence[Load], now: float) -> int:
         """Bytes that count for a cgroup."""
-        existing = _existing(limits)
+        existing = _existing(limits) if loads else {}
         return sum(load.memory_at(now) for load in loads if self._counts(existing, load, cgroup))
 
     def check(self, limits: Limits, new: Load, others: Iterable[Load]) -> None:
@@ -116,7 +116,7 @@ class CgroupTree:
         return _is_below(cgroup, self._machine) and not os.path.exists(f"{self._machine}/dmem.capacity")  # noqa: PTH110
 
 
-def _existing(limits: Limits) -> dict[str, CgroupLimit]:
+def _existing(limits: Iterable[CgroupLimit]) -> dict[str, CgroupLimit]:
     """The limits of cgroups that were not removed since, by path."""
     return {limit.cgroup: limit for limit in limits if _inode(limit.cgroup) == limit.inode}
 
@@ -130,7 +130,9 @@ def _inode(cgroup: str) -> int | None:
 
 def _upwards(cgroup: str) -> Iterator[str]:
     """A cgroup and its ancestors; nothing for a process without one."""
-    return map(str, (Path(cgroup), *Path(cgroup).parents)) if cgroup else iter(())
+    while cgroup:
+        yield cgroup
+        cgroup = cgroup.rpartition("/")[0]
 
 
 def _is_below(path: str, top: str) -> bool:
