@@ -14,6 +14,7 @@ import pynvml
 
 from driver.errors import DriverMissing, EnvironmentFault, HardwareError
 from driver.hardware.capture import Description, NvmlAnswer, describe_node, reading_answers
+from driver.hardware.cgroups.memory_limits import CgroupMemoryLimits
 from driver.hardware.device_nodes import DeviceNodes
 from driver.hardware.events import Events
 from driver.hardware.gpu_properties import read_gpu, with_cliques
@@ -117,9 +118,9 @@ GPU_ANSWER_TIMEOUT_SECONDS = 15.0
 class Host(MigOperations):
     """A node with GPUs, in one NVML session.
 
-    ``nodes``: its device nodes. Every method raises HardwareError; none keeps a lock between calls. Callers serialise
-    the methods that change a GPU (those that return a Partition or None) for each GPU; different GPUs may be used from
-    several threads at once.
+    ``nodes``: its device nodes. ``memory_limits``: limits on the memory of cgroups. Every method raises HardwareError;
+    none keeps a lock between calls. Callers serialise the methods that change a GPU (those that return a Partition or
+    None) for each GPU; different GPUs may be used from several threads at once.
     """
 
     def __init__(self, nvml: Any, paths: HostPaths, *, simulated: bool, driver_root: Path = HOST) -> None:
@@ -128,6 +129,7 @@ class Host(MigOperations):
         self._paths = paths
         self._simulated = simulated
         self.nodes = DeviceNodes(paths, driver_root)
+        self.memory_limits = CgroupMemoryLimits(nvml, paths, self._handle)
         self._events = Events(nvml)
         self._timeouts = TimeoutRunner(GPU_ANSWER_TIMEOUT_SECONDS)
         # The simulator's tool is a script; the file in the place of NVML's library can't be loaded.
