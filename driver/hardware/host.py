@@ -118,15 +118,15 @@ GPU_ANSWER_TIMEOUT_SECONDS = 15.0
 class Host(MigOperations):
     """A node with GPUs, in one NVML session.
 
-    ``nodes``: its device nodes. ``memory_limits``: limits on the memory of cgroups. Every method raises HardwareError;
-    none keeps a lock between calls. Callers serialise the methods that change a GPU (those that return a Partition or
-    None) for each GPU; different GPUs may be used from several threads at once.
+    ``paths``: where its files are. ``nodes``: its device nodes. ``memory_limits``: limits on the memory of cgroups.
+    Every method raises HardwareError; none keeps a lock between calls. Callers serialise the methods that change a GPU
+    (those that return a Partition or None) for each GPU; different GPUs may be used from several threads at once.
     """
 
     def __init__(self, nvml: Any, paths: HostPaths, *, simulated: bool, driver_root: Path = HOST) -> None:
         """Start the session. Raises DriverMissing where NVML is missing or refuses to start."""
         super().__init__(nvml)
-        self._paths = paths
+        self.paths = paths
         self._simulated = simulated
         self.nodes = DeviceNodes(paths, driver_root)
         self.memory_limits = CgroupMemoryLimits(nvml, paths, self._handle)
@@ -150,7 +150,7 @@ class Host(MigOperations):
 
     def boot_id(self) -> str | None:
         """The id of the current boot; None if it cannot be read."""
-        return boot_id(self._paths) or None
+        return boot_id(self.paths) or None
 
     def count_gpus(self) -> int:
         """The number of GPUs, none of which is asked: one of them may hang."""
@@ -178,12 +178,12 @@ class Host(MigOperations):
 
     def _read(self, index: int) -> tuple[Any, Gpu]:
         handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
-        return handle, read_gpu(self._nvml, handle, index, self._paths.root, simulated=self._simulated)
+        return handle, read_gpu(self._nvml, handle, index, self.paths.root, simulated=self._simulated)
 
     def read_again(self, gpu: Gpu) -> Gpu:
         """The properties of ``gpu`` as they are now; without its NVLink clique, for which all GPUs must be read."""
         with nvml_call(f"reading the properties of {gpu.uuid}"):
-            return read_gpu(self._nvml, self._handle(gpu), gpu.index, self._paths.root, simulated=self._simulated)
+            return read_gpu(self._nvml, self._handle(gpu), gpu.index, self.paths.root, simulated=self._simulated)
 
     def reading_answers(self, gpu: Gpu) -> list[NvmlAnswer]:
         """How NVML's reading functions answer for ``gpu``."""
@@ -197,7 +197,7 @@ class Host(MigOperations):
     def describe(self, gpus: Sequence[Gpu]) -> Description:
         """A description of the node with ``gpus``, all of one product, for the simulator."""
         with nvml_call("describing the node"):
-            return describe_node(self._nvml, self._paths.root, [(gpu, self._handle(gpu)) for gpu in gpus])
+            return describe_node(self._nvml, self.paths.root, [(gpu, self._handle(gpu)) for gpu in gpus])
 
     def usage_reader(self) -> UsageReader:
         """Reads the usage of GPUs and partitions; its threads are apart from those of the other methods."""

@@ -141,7 +141,8 @@ class ClaimRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
     ``boot`` is the machine's boot id when it was prepared: partitions do not outlive a boot. ``releasing``: unprepare
     was called, and something may be left to release. ``monitors`` are the claim's monitor devices: it holds nothing of
     their GPUs. Earlier versions skip the field. ``adopted``: NVIDIA's DRA driver prepared the claim, so pool, names and
-    CDI spec of its devices are not ours (``coexistence.adopted_claims``).
+    CDI spec of its devices are not ours (``coexistence.adopted_claims``). ``pods``: UIDs of the pods that use it, if
+    it shares a GPU by memory; ``of_one_pod``: no other pod can use it.
     """
 
     version: int
@@ -154,6 +155,8 @@ class ClaimRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
     releasing: bool = False
     monitors: tuple[MonitorRecord, ...] = ()
     adopted: Adoption | None = None
+    pods: tuple[str, ...] = ()
+    of_one_pod: bool = False
 
     @classmethod
     def of(

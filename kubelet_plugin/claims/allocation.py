@@ -43,10 +43,15 @@ class AllocatedDevice:
 
 
 class ResolvedClaim(NamedTuple):
-    """The devices that a claim gets, and its monitor devices, which hold nothing of their GPUs."""
+    """The devices that a claim gets, and its monitor devices, which hold nothing of their GPUs.
+
+    ``pods``: the UIDs of the pods that use it, if it shares a GPU by memory; ``of_one_pod``: it was made for one pod.
+    """
 
     devices: Sequence[AllocatedDevice]
     monitors: tuple[MonitorRecord, ...]
+    pods: tuple[str, ...] = ()
+    of_one_pod: bool = False
 
 
 def resolve(reference: ClaimReference, claim: Claim, pool: Pool, inventory: Inventory) -> ResolvedClaim:
@@ -85,7 +90,15 @@ def resolve(reference: ClaimReference, claim: Claim, pool: Pool, inventory: Inve
     if len(allocated) > 1:
         _refuse_shares_of_one_gpu(reference, allocated.values(), pool.driver)
     monitors = _monitors(reference, monitoring, pool, inventory) if monitoring else ()
-    return ResolvedClaim(list(allocated.values()), monitors)
+    if not any(share_ids):
+        return ResolvedClaim(list(allocated.values()), monitors)
+    of_one_pod = any(owner.kind == "Pod" and owner.controller for owner in claim.metadata.owner_references)
+    return ResolvedClaim(list(allocated.values()), monitors, pods_of(claim), of_one_pod)
+
+
+def pods_of(claim: Claim) -> tuple[str, ...]:
+    """The UIDs of the pods that use ``claim``, sorted."""
+    return tuple(sorted(user.uid for user in claim.status.reserved_for if user.resource == "pods" and user.uid))
 
 
 def _monitors(

@@ -26,10 +26,10 @@ from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
 from kubelet_plugin.checkpoint.records import Adoption, ClaimRecord, DeviceRecord, MonitorRecord, device_record
 from kubelet_plugin.claims.allocation import AllocatedDevice, ResolvedClaim, refuse_unusable, resolve
+from kubelet_plugin.claims.claim_memory import GpuSettingsOfClaims
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.cleanup import ClaimCleanup
 from kubelet_plugin.claims.partitions import Partitions
-from kubelet_plugin.claims.time_slices import TimeSlices
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.step_names import NodeStep, StepRunner
 
@@ -78,13 +78,13 @@ class Preparer:
         claims: ClaimReader,
         stores: ClaimStores,
         partitions: Partitions,
-        time_slices: TimeSlices,
+        gpu_settings: GpuSettingsOfClaims,
         changes: ChangeNotifier,
         repaired: Callable[[ClaimRecord, str], None],
         steps: StepRunner,
     ) -> None:
-        self.cleanup = ClaimCleanup(stores, partitions, time_slices, changes, steps)
-        self._claims, self._stores, self._partitions, self._time_slices = claims, stores, partitions, time_slices
+        self.cleanup = ClaimCleanup(stores, partitions, gpu_settings, changes, steps)
+        self._claims, self._stores, self._partitions, self.gpu_settings = claims, stores, partitions, gpu_settings
         self._changes, self._repaired, self._step = changes, repaired, steps
 
     def prepare(self, reference: ClaimReference) -> Sequence[PreparedDevice]:
@@ -227,9 +227,10 @@ class Preparer:
             log.warning("a prepared claim was allocated anew: releasing the earlier devices", extra=extra)
             self.cleanup.release(record)
             record = None
-        if record is not None and record.monitors != allocated.monitors:
-            # The record is of a version that knows no monitor devices, or of an allocation with other monitor devices.
-            record = replace(record, monitors=allocated.monitors)
+        if record is not None and (record.monitors, record.pods) != (allocated.monitors, allocated.pods):
+            # The record is of a version that knows no monitor devices, or of an allocation with others; or more pods
+            # use the claim.
+            record = replace(record, monitors=allocated.monitors, pods=allocated.pods)
             stores.checkpoint.put(record)
         refuse_unusable(reference, allocated.devices, stores.inventory)
         # Held before the intent is on disk: concurrent work must find the devices taken.
@@ -294,7 +295,8 @@ class Preparer:
             )
             for item in allocated.devices
         ]
-        return ClaimRecord.of(reference, phase, tuple(entries), stores.boot, monitors=allocated.monitors)
+        fields = {"monitors": allocated.monitors, "pods": allocated.pods, "of_one_pod": allocated.of_one_pod}
+        return ClaimRecord.of(reference, phase, tuple(entries), stores.boot, **fields)
 
     def _rebuild_record(self, reference: ClaimReference, allocated: ResolvedClaim) -> ClaimRecord:
         """Write a record of a claim whose record was lost. It may be in use: the record never says to release it.
@@ -344,14 +346,15 @@ class Preparer:
                     mig_modes[device.gpu.uuid] = partition is not None
             uuid = device.gpu.uuid if partition is None else str(partition.uuid)
             nodes = self._partitions.nodes(device.gpu, partition)
-            devices.append(CdiDevice(item.key, uuid, nodes, device.shares, entry.gib))
+            memory_limit = self.gpu_settings.memory.container_limit(device.gpu, entry) if entry.gib else None
+            devices.append(CdiDevice(item.key, uuid, nodes, device.shares, entry.gib, memory_limit))
             entries[part] = entry.with_partition(partition)
         for monitor in record.monitors:
             nodes = self._partitions.monitor_device_nodes(monitor.gpu_uuid)
             devices.append(CdiDevice(monitor.device, monitor.gpu_uuid, nodes))
         for gpu in {item.device.gpu.uuid: item.device.gpu for item in allocated}.values():
-            if any(entry.time_slice is not None and entry.gpu_uuid == gpu.uuid for entry in record.devices):
-                self._time_slices.apply(gpu, record)
+            if any(entry.time_slice or entry.gib for entry in record.devices):
+                self.gpu_settings.apply(gpu, record)
         with self._step(NodeStep.WRITE_CDI_SPEC, claim=record):
             spec_written = stores.cdi.write(record.uid, devices, reserved=not was_prepared)
         prepared = replace(record, phase="prepared", devices=tuple(entries.values()), boot=stores.boot, releasing=False)

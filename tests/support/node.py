@@ -28,11 +28,11 @@ from kubelet_plugin.changes import ChangeNotifier, GpuChange, HardwareOutcomes, 
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
 from kubelet_plugin.checkpoint.recorded_gpus import held_shares, held_strategies
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
+from kubelet_plugin.claims.claim_memory import GpuSettingsOfClaims
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.cleanup import ClaimCleanup
 from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.preparer import Preparer
-from kubelet_plugin.claims.time_slices import TimeSlices
 from kubelet_plugin.coexistence.adopted_claims import adopt_claims
 from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.inventory.scan import Scanner
@@ -195,8 +195,8 @@ def start_node(
     outcomes, steps = RelayedOutcomes(), StepRunner(observer, took)
     held = ClaimStores(pool=pool, inventory=inventory, checkpoint=checkpoint, cdi=cdi, locks=locks, boot=boot_id(paths))
     partitions = Partitions(host, inventory, outcomes, steps, publishes_existing=choice.publish_existing)
-    time_slices = TimeSlices(host, checkpoint, steps)
-    preparer = Preparer(api, held, partitions, time_slices, KeptChanges(changes), tell, steps)
+    gpu_settings = GpuSettingsOfClaims.of(host, checkpoint, steps)
+    preparer = Preparer(api, held, partitions, gpu_settings, KeptChanges(changes), tell, steps)
     adopted = KeptEvents()
     adopt_claims(held, choice, host.partitions, api, PluginEvents(adopted.record, NODE))
     recover(held, preparer.cleanup, steps)
