@@ -78,6 +78,7 @@ class PluginFlags:
     log_level: str = "debug"
     mig_gpus: str = ""
     shares: str = ""
+    shared: str = ""
     shares_only: str = ""
     layout: str = ""
     metrics_address: str = ""

@@ -37,10 +37,15 @@ class Given:
     device: str
 
 
-def asked(device_class: str, *selectors: str, name: str = "gpu", count: int = 1) -> dict[str, Any]:
-    """One request of a claim; ``selectors`` are CEL and must all be true."""
+def asked(
+    device_class: str, *selectors: str, name: str = "gpu", count: int = 1, memory: str | None = None
+) -> dict[str, Any]:
+    """One request of a claim; ``selectors`` are CEL and must all be true, ``memory`` is the capacity of that name."""
     cel = [{"cel": {"expression": selector}} for selector in selectors]
-    return {"name": name, "exactly": {"deviceClassName": device_class, "count": count, "selectors": cel}}
+    exactly: dict[str, Any] = {"deviceClassName": device_class, "count": count, "selectors": cel}
+    if memory is not None:
+        exactly["capacity"] = {"requests": {"memory": memory}}
+    return {"name": name, "exactly": exactly}
 
 
 def matching(attribute: str) -> dict[str, str]:
