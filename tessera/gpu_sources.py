@@ -60,8 +60,17 @@ def hardware(**flags: str | None) -> list[GpuReport]:
         else gpu
         for gpu in discovery.gpus
     )
-    by_minor = sorted(gpus, key=lambda gpu: gpu.minor)
-    return [GpuReport(gpu, gpu.minor, settings.shares.of(gpu), gpu in settings.shares_only) for gpu in by_minor]
+    sharing = settings.sharing
+    return [
+        GpuReport(
+            gpu,
+            gpu.minor,
+            sharing.shares_of(gpu),
+            gpu in sharing.only,
+            shared=sharing.memory_of(gpu, sharing.strategy_of(gpu)),
+        )
+        for gpu in sorted(gpus, key=lambda gpu: gpu.minor)
+    ]
 
 
 def anonymous(report: GpuReport, node: str) -> GpuReport:

@@ -16,6 +16,7 @@ from driver.kube.types import Claim, GpuNodePlan
 from driver.model.gpu_events_and_conditions import ConditionType
 from driver.model.plan import COMPLETE, COUNTERS_FIELD, PUBLISH, NodeConditionType, OfferMode, PlanMode
 from driver.model.reported_gpus import FaultKind, GpuReport
+from driver.model.shared_memory import SHARING_FIELD
 from driver.slices.slice_names import Pool
 from kubelet_plugin.coexistence.other_drivers import NodeSigns, find_other_drivers
 from kubelet_plugin.health.device_conditions import UNABLE
@@ -218,6 +219,13 @@ def offers(snapshot: StatusSnapshot) -> CheckOutput:
         yield f"{counted(changing, 'node')} not yet in the mode of the plan"
     if dropped:
         yield f"dropped device fields: {', '.join(dropped)}"
+    for plan in plans:
+        shared = [f"gpu-{report.number}" for report in readable_reports(plan) if report.shared is not None]
+        if shared and SHARING_FIELD in plan.status.dropped:
+            message = f"can't share {listed(shared)} by memory: the API server does not keep {SHARING_FIELD}"
+            yield Problem(
+                plan.metadata.name, message, "remove --shared, or upgrade to Kubernetes 1.36 (docs/sharing.md)"
+            )
 
 
 def _reason(offer_mode: OfferMode, dropped: Iterable[str], snapshot: StatusSnapshot) -> str:
