@@ -393,7 +393,7 @@ def _discover(
     for warning in setting_warnings(settings, gpus):
         log.warning(warning)
     numbers, strategies = number_gpus([*gpus, *missing], kept), held_strategies(records)
-    sharing = settings.sharing(partial(memory_limit, scanner.host.memory_limits))
+    sharing = settings.sharing.limited_by(partial(memory_limit, scanner.host.memory_limits))
     inventory = Inventory([*gpus, *missing], numbers, sharing, shares, strategies)
     inventory.update(gpus, {gpu.uuid: reasons[gpu.index] for gpu in missing if gpu.index in reasons})
     return inventory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -34,7 +34,6 @@ from driver.model.gpu_settings import (
     SharedGpus,
 )
 from driver.model.plan import CURATED
-from driver.model.shared_memory import MemoryLimit, SharingStrategy
 
 NODE_NAME = re.compile(rf"(?=.{{1,253}}$){SUBDOMAIN.pattern}")
 
@@ -131,9 +130,10 @@ class NodeSettings:
             return None
         return f"GPU {gpu.index} would not be managed, and claims have {', '.join(sorted(held))}"
 
-    def sharing(self, limit_of: Callable[[Gpu, SharingStrategy], MemoryLimit]) -> GpuSharing:
-        """How several claims can have one GPU at once; ``limit_of``: what holds them to their memory."""
-        return GpuSharing(self.shares.of, self.shares_only, self.shared.of, limit_of)
+    @property
+    def sharing(self) -> GpuSharing:
+        """How several claims can have one GPU at once; nothing holds them to their memory."""
+        return GpuSharing(self.shares.of, self.shares_only, self.shared.of)
 
     @property
     def publish_existing(self) -> bool:

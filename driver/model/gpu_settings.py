@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 from typing import Generic, TypeVar
 
@@ -208,6 +208,10 @@ class GpuSharing:
     only: GpuSelection = NO_GPU
     strategy_of: Callable[[Gpu], SharingStrategy | None] = lambda _: None
     limit_of: Callable[[Gpu, SharingStrategy], MemoryLimit] = lambda *_: MemoryLimit.NONE
+
+    def limited_by(self, limit_of: Callable[[Gpu, SharingStrategy], MemoryLimit]) -> GpuSharing:
+        """The same with these limits on memory."""
+        return replace(self, limit_of=limit_of)
 
     def memory_of(self, gpu: Gpu, strategy: SharingStrategy | None) -> SharedMemory | None:
         """The memory of ``gpu`` that claims share by ``strategy``."""

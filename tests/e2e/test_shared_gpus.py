@@ -34,6 +34,9 @@ SHARED, TRAINING = "gpu-shared", "gpu-training"
 WHOLE = 79
 """GiB of a simulated H100 that claims can have."""
 
+H100 = Path(__file__).parents[2] / "driver/simulator/data/nodes/h100-pcie-4.yaml"
+"""Of a driver that limits no memory."""
+
 SIZES = (1, 2, 3, 6, 10, 20)
 PODS_AT_ONCE = 24
 SOON_S = 60.0
@@ -161,7 +164,7 @@ class SharedNode:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedNode]:
     described = tmp_path_factory.mktemp("node") / "h100.yaml"
-    described.write_text("extends: h100-pcie-4\ndriverVersion: 615.71.09\ncudaDriverVersion: '13.4'\n")
+    described.write_text(H100.read_text().replace("580.95.05", "615.71.09").replace('"13.0"', '"13.4"'))
     with Cluster.start(Settings(name="shared-pods"), Progress()) as running:
         install(running)
         flags = PluginFlags(gpus=f"sim:{described}", shared="all=time-slicing")
