@@ -77,7 +77,7 @@ def simulate(
     Examples:
       tessera simulate pod.yaml --nodes dgx-h100=4
       tessera simulate deploy/examples --nodes dgx-h100=2 --shares all=4
-      tessera simulate pod.yaml --nodes l4-8=2 --shared all=time-slicing
+      tessera simulate pod.yaml --nodes l4-4=2 --shared all=time-slicing
       tessera simulate job.yaml --cluster --without team-a/notebook --uncordon node-a/gpu-3
       tessera simulate --fill gpu-inference-1g-10gb --cluster
       tessera simulate --fill gpu-shared=6Gi --cluster
@@ -85,24 +85,19 @@ def simulate(
     _check(paths, nodes, fill, cluster=cluster, gone=gone)
     client = ListOnceClient(access_of(kubeconfig), "tessera-simulate") if cluster else None
     content, waiting = _cluster(client, driver_name) if client is not None else (_empty(driver_name), Workloads())
-    content = (
-        content if nodes is None else joined(content, simulated(nodes, shares=shares, shared=shared, mig_gpus=mig_gpus))
-    )
+    if nodes is not None:
+        content = joined(content, simulated(nodes, shares=shares, shared=shared, mig_gpus=mig_gpus))
     content = _changed(content, gone, uncordon, driver_name)
     given = _given(paths, client, content, driver_name)
     templates = (*content.templates, *given.templates)
     content = replace(content, classes={**content.classes, **given.classes}, templates=templates)
     if fill is not None and fill.partition("=")[0] not in content.classes:
         raise UsageError(f"--fill {fill}: there is no such DeviceClass; there are {', '.join(sorted(content.classes))}")
-    # Claims and pending pods of the cluster that are in the files, too, exist once: as they are in the cluster.
-    existing, names = {claim.metadata.key for claim in content.claims}, {pod.metadata.key for pod in given.pods}
-    given.claims = {key: claim for key, claim in given.claims.items() if key not in existing}
-    waiting.pods = [pod for pod in waiting.pods if pod.metadata.key not in names]
+    _leave_out_repeated(content, waiting, given)
     imagined = ImaginedCluster(driver_name, content)
     imagined, of_cluster_pods = _place(imagined, waiting)
     imagined, of_given_pods = _place(imagined, given)
-    placements = [*of_cluster_pods, *of_given_pods]
-    filled = _filled(imagined, fill) if fill is not None else None
+    filled, placements = _filled(imagined, fill) if fill is not None else None, [*of_cluster_pods, *of_given_pods]
     result = Simulation(imagined, placements, {id(pod) for pod in given.pods}, fill, filled, given, summary)
     show(output, result.json, result.text)
     sys.exit(0 if result.fits else 1)
@@ -160,6 +155,13 @@ def _documents(paths: Sequence[str]) -> list[Document]:
                 raise UsageError(f"{part.file}: {part.path}: {part.message}")
             documents.append(part)
     return documents
+
+
+def _leave_out_repeated(content: ClusterContent, waiting: Workloads, given: Workloads) -> None:
+    """Claims and pending pods of the cluster that are in the files, too, exist once: as they are in the cluster."""
+    existing, names = {claim.metadata.key for claim in content.claims}, {pod.metadata.key for pod in given.pods}
+    given.claims = {key: claim for key, claim in given.claims.items() if key not in existing}
+    waiting.pods = [pod for pod in waiting.pods if pod.metadata.key not in names]
 
 
 def _place(cluster: ImaginedCluster, workloads: Workloads) -> tuple[ImaginedCluster, list[PodPlacement]]:

@@ -66,8 +66,8 @@ def simulated(text: str, **flags: str | None) -> ClusterContent:
 
 
 def _idle(node: str, report: GpuReport) -> FleetGpu:
-    sharing = {"shares": report.shares, "shares_only": report.shares_only, "shared": report.shared}
-    return FleetGpu(node, report.gpu, report.number, **sharing)
+    shares, only = report.shares, report.shares_only
+    return FleetGpu(node, report.gpu, report.number, shares=shares, shares_only=only, shared=report.shared)
 
 
 def of_cluster(client: KubeClient, view: ClusterView, driver: str) -> ClusterContent:

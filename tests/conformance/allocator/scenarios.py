@@ -84,7 +84,7 @@ def scenario(number: int, node: str) -> Scenario:
             for each in foreign_slices(random, number, driver, name, node, label, allows_all=everywhere)
         ]
         classes, words = _classes(number, drivers), (SELECTORS, CONSTRAINED)
-    vocabulary = Vocabulary(drivers[0], [each["metadata"]["name"] for each in classes], *words, shared)
+    vocabulary = Vocabulary(drivers[0], [each["metadata"]["name"] for each in classes], words[0], words[1], shared)
     claims = [_claim(random, vocabulary) for _ in range(random.choice((1, 1, 1, 1, 1, 2, 2, 3)))]
     held = parts_held(random, slices) if shared else _held(random, slices)
     return Scenario(number, node, {label: "yes"}, slices, classes, held, claims, _rules(random, number, slices))

@@ -91,14 +91,14 @@ def test_many_small_claims_of_a_shared_gpu_have_equal_fields() -> None:
     assert len({len(field) for field in fields}) == 1
 
 
-@pytest.mark.parametrize("unusable", [{"fault": "XID 79"}, {}])
-def test_memory_of_a_shared_gpu_that_claims_can_not_get_now_is_not_offered(unusable: dict[str, str]) -> None:
+@pytest.mark.parametrize("fault", ["XID 79", None])
+def test_memory_of_a_shared_gpu_that_claims_can_not_get_now_is_not_offered(fault: str | None) -> None:
     by_memory = SharedMemory(SharingStrategy.MPS, 23 * GIB)
-    cluster = MapCluster().gpu("n", 0, "NVIDIA L4", shared=by_memory, **unusable)
+    cluster = MapCluster().gpu("n", 0, "NVIDIA L4", shared=by_memory, fault=fault)
     cluster.holds("team/a", "n", "gpu-0-shared", device_class="gpu-shared", gib=20)
     [bar] = [line for line in lines(cluster, 80) if line.startswith("gpu-")]
-    assert bar[bar.index("[") + 1 : -1].split("|")[1].startswith("3 GiB" + ("x" if unusable else "."))
-    assert f"{'unavailable' if unusable else 'free'}: 3 GiB" in map_as_svg(cluster.map())
+    assert bar[bar.index("[") + 1 : -1].split("|")[1].startswith("3 GiB" + ("x" if fault else "."))
+    assert f"{'unavailable' if fault else 'free'}: 3 GiB" in map_as_svg(cluster.map())
 
 
 def crowded() -> MapCluster:
