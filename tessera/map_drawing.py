@@ -105,7 +105,8 @@ def notes_of(gpu: MapGpu) -> Iterator[str]:
     elif gpu.cordon is not None:
         yield f"cordon requested: {gpu.cordon}"
     for device, other in gpu.overlaps:
-        yield f"{device} and {other} are both held, but overlap"
+        what = f"{device} and {other} are both held, but overlap"
+        yield what if device != other else f"the claims of {device} have more than its memory"
     for holder in dict.fromkeys(holders_of(gpu)):
         if holder.problem is not None:
             yield f"claim {holder}: {holder.problem}"
@@ -169,7 +170,8 @@ def _unheld(span: MapSpan, start: int, size: int) -> Iterator[Span]:
     """Offered slices as one cell with the kinds, others as a cell each."""
     fill, style = FILLS[span.state]
     if span.state is SliceState.OFFERED:
-        yield Span(start, size, f"+{printable(' '.join(span.kinds))}", fill, style)
+        what = printable(" ".join(span.kinds)) if span.memory_gib is None else f"{span.memory_gib} GiB"
+        yield Span(start, size, f"+{what}", fill, style)
     else:
         label = "foreign" if span.foreign else ""
         yield from (Span(start + place, 1, label if place == 0 else "", fill, style) for place in range(size))

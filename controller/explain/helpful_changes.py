@@ -15,13 +15,14 @@ from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.device_search import SearchOutcome
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.node_eligibility import Excluded, Exclusion
-from controller.demand.pending_claims import PendingClaim, Queue
+from controller.demand.pending_claims import Holders, PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements, DeviceRequest, RefusedRequest, joined
 from controller.explain.sources.no_free_device import Reasoning
 from controller.explain.sources.selected_gpus import (
     Availability,
     Obstacle,
     by_obstacle,
+    held_with_claims,
     holders_of,
     listed,
     tainting_rules,
@@ -106,7 +107,7 @@ def smallest_release(
     feasibility: Feasibility,
     requirements: ClaimRequirements,
     nodes: Nodes,
-    claim_of: Mapping[tuple[str, str], str],
+    claims: Holders,
 ) -> Release | None:
     """The fewest claims of one node after whose end it satisfies ``requirements``; None if even all are not enough."""
     best: Release | None = None
@@ -116,9 +117,9 @@ def smallest_release(
         gpus = feasibility.fleet.nodes[node]
         if not feasibility.fits_on([entry.unheld for entry in gpus], requirements):
             continue
-        holders = holders_of(gpus, claim_of)
+        holders = holders_of(gpus, claims)
         limit = len(best.claims) - 1 if best is not None else len(holders)
-        ended, exact = _fewest(feasibility, gpus, requirements, holders, claim_of, limit)
+        ended, exact = _fewest(feasibility, gpus, requirements, holders, claims, limit)
         smallest &= exact
         if ended is not None:
             best = Release(node, ended, smallest=True)
@@ -132,7 +133,7 @@ def _fewest(
     gpus: Sequence[FleetGpu],
     requirements: ClaimRequirements,
     holders: Sequence[str],
-    claim_of: Mapping[tuple[str, str], str],
+    claims: Holders,
     limit: int,
 ) -> tuple[tuple[str, ...] | None, bool]:
     """At most ``limit`` of ``holders`` that must end, None if no such set was found; and whether the answer is certain.
@@ -143,7 +144,7 @@ def _fewest(
     def enough(ended: Iterable[str]) -> bool:
         gone = set(ended)
         remaining = [
-            entry.holding(device for device in entry.held if claim_of.get((entry.node, device.name)) not in gone)
+            entry.holding(device for device, of in held_with_claims(entry, claims) if not of or not gone.issuperset(of))
             for entry in gpus
         ]
         return feasibility.fits_on(remaining, requirements)
@@ -220,7 +221,7 @@ TEXTS = {
 
 def _of_several(
     feasibility: Feasibility,
-    claim_of: Mapping[tuple[str, str], str],
+    claims: Holders,
     requirements: ClaimRequirements,
     available: Sequence[Availability],
 ) -> HelpfulChange | None:
@@ -240,7 +241,7 @@ def _of_several(
                 cleared, fleet = others, changed
         if not feasibility.fits_on(list(fleet), requirements):
             imagined = Feasibility(fleet, feasibility.matching, is_hypothetical=True)
-            release = smallest_release(imagined, requirements, frozenset({limited[0].node}), claim_of)
+            release = smallest_release(imagined, requirements, frozenset({limited[0].node}), claims)
             if release is None:
                 continue
             ended = release.claims

@@ -124,6 +124,11 @@ def is_monitor(name: str) -> bool:
     return name.endswith(f"-{MONITOR_TYPE}")
 
 
+def is_shared(name: str) -> bool:
+    """Whether this is the name of a shared device."""
+    return name.endswith(f"-{SHARED}")
+
+
 def share_index(name: str) -> int:
     """The number at the end of a share's name."""
     return int(name.rpartition("-")[2])

@@ -48,9 +48,10 @@ class Spot(NamedTuple):
 
     def __str__(self) -> str:
         """As the plan writes it: ``full``, ``1g.10gb@6``, ``share-0`` or ``shared``."""
-        if self.kind.type in (DeviceKind.FULL, DeviceKind.SHARED):
-            return str(self.kind)
-        return f"share-{self.at}" if self.kind.type is DeviceKind.SHARE else f"{self.kind.profile}@{self.at}"
+        if self.kind.profile is not None:
+            return f"{self.kind.profile}@{self.at}"
+        of_type = {DeviceKind.FULL: "full", DeviceKind.SHARED: "shared"}
+        return of_type.get(self.kind.type) or f"share-{self.at}"
 
     @property
     def device(self) -> Spot:

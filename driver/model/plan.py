@@ -50,10 +50,14 @@ TAINTS_FIELD = "taints"
 
 
 class Held(msgspec.Struct, frozen=True):
-    """A device that a claim has, prepared or not. ``claim`` is ``namespace/name``."""
+    """A device that a claim has, prepared or not. ``claim`` is ``namespace/name``.
+
+    ``gib``: what the claim has of a shared device; 0: all of it. It is not written.
+    """
 
     device: str
     claim: str
+    gib: int = 0
 
     def __str__(self) -> str:
         return f"{self.device} {self.claim}"

@@ -39,6 +39,11 @@ class SharingStrategy(StrEnum):
     TIME_SLICING = "time-slicing"
     MPS = "mps"
 
+    @classmethod
+    def _missing_(cls, value: object) -> SharingStrategy:
+        """A later version of the node plugin reports a strategy that this version does not know."""
+        return cls.TIME_SLICING
+
 
 class MemoryLimit(StrEnum):
     """What holds a claim to its memory: the driver by cgroup, the MPS server, or nothing."""
@@ -46,6 +51,11 @@ class MemoryLimit(StrEnum):
     CGROUP = "cgroup"
     MPS = "mps"
     NONE = "none"
+
+    @classmethod
+    def _missing_(cls, value: object) -> MemoryLimit:
+        """A later version of the node plugin reports a limit that this version does not know."""
+        return cls.NONE
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,7 +158,7 @@ class GpuState(NamedTuple):
     def free(self) -> float:
         """Free memory slices; shares, and claims of a shared device, occupy a part of each."""
         free = (self.geometry.slices - self.mask.bit_count()) * (SLICE_VALUE - self.shared) / SLICE_VALUE
-        return free * max(0, self.room - self.used) / self.room if self.room and self.used else free
+        return free * max(0, self.room - self.used) / max(1, self.room) if self.used else free
 
     @property
     def left(self) -> int:
@@ -169,14 +169,10 @@ class GpuState(NamedTuple):
     def spots(self, kind: OfferKind) -> Iterator[Spot]:
         """Free spots for a device of ``kind``."""
         if kind.type is DeviceKind.SHARED:
-            if self.left:
-                yield Spot(SHARED)
-        elif kind.type in self.kinds and not self.used:
-            yield from self._exclusive_spots(kind)
-
-    def _exclusive_spots(self, kind: OfferKind) -> Iterator[Spot]:
-        """Those of a device that only one claim can have."""
-        if kind.type is DeviceKind.FULL:
+            yield from [Spot(SHARED)] * bool(self.left)
+        elif self.used or kind.type not in self.kinds:
+            return
+        elif kind.type is DeviceKind.FULL:
             if not self.mask and not self.shared:
                 yield Spot(FULL)
         elif kind.type is DeviceKind.SHARE:

@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from driver.model.device import Device
-from driver.model.offer import FULL, SHARE, DeviceKind, OfferKind, Spot
+from driver.model.offer import FULL, SHARE, SHARED, DeviceKind, OfferKind, Spot
 from driver.placement.measure import CLIQUE_CLASS, Measure
 from driver.placement.occupancy import GpuState
 
@@ -103,8 +103,8 @@ class RankedGpu:
         return self._best[key]
 
     def ends_shares(self, key: OfferKind) -> bool:
-        """Whether a device of ``key`` is the full GPU, and the GPU offers shares."""
-        return key == FULL and SHARE in self.offered
+        """Whether a device of ``key`` is the full GPU, and several claims could share the GPU."""
+        return key == FULL and (SHARE in self.offered or SHARED in self.offered)
 
     def after(self, spot: Spot) -> RankedGpu:
         """Return the GPU after the allocation of ``spot``, which must be free."""

@@ -16,6 +16,7 @@ from tests.support.gpus import H100, gpu_of
 from tests.support.node_views import changes, fleet_of
 
 L40S = "NVIDIA L40S"
+UNSHARED = set(DeviceKind) - {DeviceKind.SHARED}
 
 
 def view(*held: str, published: dict[str, int] | None = None, shares: int = 0, **more: object) -> NodeView:
@@ -69,7 +70,7 @@ def test_a_gpu_whose_node_was_registered_again_is_the_new_nodes() -> None:
         ("training", {DeviceKind.FULL}),
         ("inference", {DeviceKind.PARTITION}),
         ("dev", {DeviceKind.SHARE}),
-        (None, set(DeviceKind)),
+        (None, UNSHARED),
     ],
 )
 def test_a_dedicated_node_is_offered_for_its_use_alone(use: str | None, expected: set[DeviceKind]) -> None:
@@ -147,4 +148,4 @@ def test_the_gpus_of_a_node_that_is_gone_are_gone() -> None:
 def test_an_allocated_share_with_an_impossible_number_is_ignored() -> None:
     [first, _] = gpus(view("gpu-0-share-99999999999999", shares=4))
     assert first.held == ()
-    assert kinds(first) == set(DeviceKind)
+    assert kinds(first) == UNSHARED

@@ -283,6 +283,7 @@ def test_json_has_camel_case_and_plain_values() -> None:
             "kinds": ["full"],
             "holder": {"namespace": "team-a", "claim": "train", "deviceClass": "gpu-training", "problem": None},
             "foreign": False,
+            "memoryGib": None,
         }
     ]
     assert first["gpus"][2]["largestPartition"] == {"memorySlices": 8, "computeSlices": 7, "profile": "7g.80gb"}
