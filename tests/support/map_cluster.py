@@ -60,14 +60,23 @@ class MapCluster:
         self.reports[node].append(GpuReport(gpu, number, **report))
         return self
 
-    def holds(self, claim: str, node: str, *devices: str, device_class: str = "gpu-inference", shares: int = 1) -> Self:
-        """``claim`` is ``namespace/name``."""
+    def holds(
+        self,
+        claim: str,
+        node: str,
+        *devices: str,
+        device_class: str = "gpu-inference",
+        shares: int = 1,
+        memory: str | None = None,
+    ) -> Self:
+        """``claim`` is ``namespace/name``; ``memory`` what it has of shared devices."""
         namespace, name = claim.split("/")
         pool, results = Pool(node, DRIVER), list[dict[str, Any]]()
         for device in devices:
             of_pool = pool.of_monitors if is_monitor(device) else pool
             result = {"request": "gpu", "driver": DRIVER, "pool": of_pool.name, "device": device}
-            results.append({**result, "adminAccess": is_monitor(device)})
+            part = {} if memory is None else {"shareID": claim, "consumedCapacity": {"memory": memory}}
+            results.append({**result, "adminAccess": is_monitor(device), **part})
         status = {"allocation": {"devices": {"results": results}}}
         self.situation.claim(
             name, request(device_class), status=status, metadata={"namespace": namespace, "uid": claim}
@@ -106,7 +115,8 @@ class MapCluster:
             part = PoolPart(pool, 1, 2 if name in self.missing_slices else 1)
             published = [PublishedSlice(name, part, devices, frozenset(offered))]
             node = self.situation.nodes[name]
-            views.update(name, node, plans[name], published, claims.held(pool), node_changed=True)
+            shared = claims.shared(pool)
+            views.update(name, node, plans[name], published, claims.held(pool), shared=shared, node_changed=True)
         situation = self.situation
         cluster = ClusterState(
             claims,
