@@ -24,6 +24,7 @@ from controller.report.map_model import MapNode, cluster_map
 from driver.kube.types import GpuNodePlan
 from driver.model.device import is_monitor
 from driver.model.reported_gpus import GpuReport, encode_inventory
+from driver.model.shared_memory import GIB, SharedMemory, SharingStrategy
 from driver.slices.slice_names import Pool
 from tessera.map_drawing import draw_map, draw_summary
 from tessera.map_svg import map_as_svg
@@ -67,16 +68,16 @@ class MapCluster:
         *devices: str,
         device_class: str = "gpu-inference",
         shares: int = 1,
-        memory: str | None = None,
+        gib: int | None = None,
     ) -> Self:
-        """``claim`` is ``namespace/name``; ``memory`` what it has of shared devices."""
+        """``claim`` is ``namespace/name``; ``gib`` what it has of a shared device."""
+        part = {} if gib is None else {"shareID": claim, "consumedCapacity": {"memory": f"{gib}Gi"}}
         namespace, name = claim.split("/")
         pool, results = Pool(node, DRIVER), list[dict[str, Any]]()
         for device in devices:
             of_pool = pool.of_monitors if is_monitor(device) else pool
             result = {"request": "gpu", "driver": DRIVER, "pool": of_pool.name, "device": device}
-            part = {} if memory is None else {"shareID": claim, "consumedCapacity": {"memory": memory}}
-            results.append({**result, "adminAccess": is_monitor(device), **part})
+            results.append({**result, **part, "adminAccess": is_monitor(device)})
         status = {"allocation": {"devices": {"results": results}}}
         self.situation.claim(
             name, request(device_class), status=status, metadata={"namespace": namespace, "uid": claim}
@@ -115,8 +116,8 @@ class MapCluster:
             part = PoolPart(pool, 1, 2 if name in self.missing_slices else 1)
             published = [PublishedSlice(name, part, devices, frozenset(offered))]
             node = self.situation.nodes[name]
-            shared = claims.shared(pool)
-            views.update(name, node, plans[name], published, claims.held(pool), shared=shared, node_changed=True)
+            held, parts = claims.held(pool), claims.shared(pool)
+            views.update(name, node, plans[name], published, held, shared=parts, node_changed=True)
         situation = self.situation
         cluster = ClusterState(
             claims,
@@ -161,10 +162,20 @@ def example() -> MapCluster:
     return found
 
 
+def shared_example() -> MapCluster:
+    """What docs/map.md shows of a GPU that claims share by memory."""
+    by_memory = SharedMemory(SharingStrategy.TIME_SLICING, 23 * GIB)
+    found = MapCluster().gpu("node-3", 0, "NVIDIA L4", shared=by_memory).offers("node-3", "gpu-0-shared")
+    for claim, gib in (("team-c/embed", 6), ("team-d/notebook", 3), ("team-a/rank", 8)):
+        found.holds(claim, "node-3", "gpu-0-shared", device_class="gpu-shared", gib=gib)
+    return found
+
+
 def main() -> None:
     nodes = example().map()
     (DOCS / "map.svg").write_text(map_as_svg(nodes))
     print(example_text(nodes))
+    print(draw_map(shared_example().map(), None))
 
 
 def example_text(nodes: tuple[MapNode, ...]) -> str:

@@ -292,7 +292,7 @@ def test_json_has_camel_case_and_plain_values() -> None:
 
 def test_each_claim_of_a_shared_gpu_has_a_span_with_its_memory_and_what_is_left_has_one() -> None:
     cluster = MapCluster().gpu("n", 0, shared=shared_memory(80))
-    cluster.holds("a/one", "n", "gpu-0-shared", memory="6Gi").holds("b/two", "n", "gpu-0-shared", memory="30Gi")
+    cluster.holds("a/one", "n", "gpu-0-shared", gib=6).holds("b/two", "n", "gpu-0-shared", gib=30)
     [gpu] = cluster.offers("n", "gpu-0-shared").map()[0].gpus
     spans = [(str(span.holder or span.state), span.memory_gib, span.devices, span.kinds) for span in gpu.spans]
     device = (("gpu-0-shared",), ("shared",))
@@ -304,8 +304,8 @@ def test_each_claim_of_a_shared_gpu_has_a_span_with_its_memory_and_what_is_left_
 
 def test_a_shared_gpu_that_is_full_or_faulty_has_nothing_to_offer() -> None:
     cluster = MapCluster().gpu("n", 0, shared=shared_memory(80)).gpu("n", 1, shared=shared_memory(80), fault="XID 79")
-    for number, part in enumerate(["80Gi", "20Gi"]):
-        cluster.holds(f"a/{number}", "n", f"gpu-{number}-shared", memory=part)
+    for number, part in enumerate([80, 20]):
+        cluster.holds(f"a/{number}", "n", f"gpu-{number}-shared", gib=part)
     full, faulty = cluster.map()[0].gpus
     assert [(str(span.state), span.memory_gib) for span in full.spans] == [("held", 80)]
     assert [(str(span.state), span.memory_gib) for span in faulty.spans] == [("held", 20), ("unavailable", 60)]
