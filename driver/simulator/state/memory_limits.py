@@ -110,10 +110,9 @@ class CgroupTree:
         return limits if self._control == "dmem" else limits[:1]
 
     def _takes_limits(self, cgroup: str) -> bool:
-        """Whether a cgroup has the files of dmem; all have where the machine's kernel lacks that controller."""
-        if self._control == "misc" or os.path.exists(f"{cgroup}/dmem.max"):  # noqa: PTH110
-            return True
-        return _is_below(cgroup, self._machine) and not os.path.exists(f"{self._machine}/dmem.capacity")  # noqa: PTH110
+        """Whether a cgroup has the files of dmem; those of the machine count as if they had, whatever its kernel."""
+        is_ready = self._control == "misc" or _is_below(cgroup, self._machine)
+        return is_ready or os.path.exists(f"{cgroup}/dmem.max")  # noqa: PTH110
 
 
 def _existing(limits: Iterable[CgroupLimit]) -> dict[str, CgroupLimit]:

@@ -188,6 +188,7 @@ def test_a_gpu_in_mig_mode_has_no_limits(node: SimulatedNode) -> None:
         set_limit(node, cgroup, 6 * GIB)
 
 
-def test_nodes_with_older_drivers_have_no_cgroups(tmp_path: Path) -> None:
+def test_nodes_with_older_drivers_have_no_cgroups_and_are_read_by_earlier_versions(tmp_path: Path) -> None:
     node = SimulatedNode.open(load_description("h100-1"), tmp_path / "node", latency=ZERO_LATENCY)
     assert not (node.root / CGROUPS).exists()
+    assert "cgroups" not in (node.root / "sim/node.json").read_text()
