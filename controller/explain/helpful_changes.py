@@ -28,8 +28,9 @@ from controller.explain.sources.selected_gpus import (
     tainting_rules,
     without,
 )
-from driver.kube.types import PAUSED
+from driver.kube.types import PAUSED, CapacityRequirements
 from driver.model.gpu import MigMode
+from driver.model.shared_memory import MEMORY_CAPACITY
 
 MAX_TRIED = 20_000
 """Sets of claims that are tried on one node in the search for the smallest."""
@@ -43,7 +44,7 @@ MAX_UNITS = 512
 MAX_CHANGES = 5
 """Changes of one kind that are listed."""
 
-REQUEST_CHANGES = {"count", "constraint"}
+REQUEST_CHANGES = {"count", "memory", "constraint"}
 """Kinds of changes of the claim itself: if nothing else helps, changes of several GPUs are tried, too."""
 
 
@@ -95,7 +96,7 @@ def changes_that_help(reasoning: Reasoning, pending: PendingClaim) -> list[Helpf
         also = f", and the selectors of request {listed(failing)} failed on no device"
         changes = [replace(change, text=change.text + also) for change in changes]
     if len(queue.of_pod(pending.pods[0])) == 1 and not pending.not_created:
-        changes += _of_class(queue, pending)
+        changes += [*_of_memory(queue, pending), *_of_class(queue, pending)]
     return list({change.text: change for change in changes}.values())
 
 
@@ -355,6 +356,24 @@ def _of_constraints(feasibility: Feasibility, requirements: ClaimRequirements, n
             values = "different values" if distinct else "the same value"
             field = "distinctAttribute" if distinct else "matchAttribute"
             yield HelpfulChange("constraint", f"its devices did not need {values} of {attribute} ({field})")
+
+
+def _of_memory(queue: Queue, pending: PendingClaim) -> Iterator[HelpfulChange]:
+    """The same claim for less memory of a shared GPU, if it has one request."""
+    [request, *others] = pending.claim.spec.devices.requests
+    exact, nodes = request.exactly, queue.nodes(pending)
+    gib = max((gpu.state.left for gpu in queue.feasibility.gpus_on(nodes)), default=0)
+    if others or exact is None or exact.takes_all or exact.admin_access or not gib:
+        return
+    amounts = {} if exact.capacity is None else exact.capacity.requests
+    less = replace(exact, capacity=CapacityRequirements({**amounts, MEMORY_CAPACITY: f"{gib}Gi"}))
+    selector = queue.reader.selector_of(less, pending.claim.metadata.namespace)
+    if selector is None:
+        return
+    requirements = ClaimRequirements((DeviceRequest(request.name, selector, exact.count),))
+    if queue.feasibility.find_node(requirements, nodes).outcome is SearchOutcome.FITS:
+        instead = amounts.get(MEMORY_CAPACITY, "all")
+        yield HelpfulChange("memory", f"request {request.name} asked for memory {gib}Gi instead of {instead}")
 
 
 def _of_class(queue: Queue, pending: PendingClaim) -> Iterator[HelpfulChange]:

@@ -156,7 +156,7 @@ class FabricDescription(Part, frozen=True, kw_only=True):
     healthy: bool = False
 
 
-class NodeDescription(Part, frozen=True, kw_only=True):
+class NodeDescription(Part, frozen=True, kw_only=True, omit_defaults=True):
     """One node. ``product`` is the GPUs' name (``products.product_names``); all GPUs of a node are of one product.
 
     ``product_facts`` are the fields of a ``products.Product``, for a product that is not among those, or that differs.

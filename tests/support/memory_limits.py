@@ -11,7 +11,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from driver.simulator.description import load_description
+from driver.simulator.description import NodeDescription, load_description
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.latency import ZERO_LATENCY
 from driver.simulator.tree import CGROUPS, MACHINE_CGROUPS
@@ -19,10 +19,15 @@ from driver.simulator.tree import CGROUPS, MACHINE_CGROUPS
 GIB = 1 << 30
 
 
-def node_with_limits(root: Path, **changes: object) -> SimulatedNode:
-    """A node of a driver that limits memory, with a session and without latency."""
+def description_with_limits(**changes: object) -> NodeDescription:
+    """A node of a driver that limits memory."""
     changes = {"driver_version": "615.71.09", "cuda_driver_version": "13.4"} | changes
-    node = SimulatedNode.open(load_description("h100-pcie-4").replaced(**changes), root, latency=ZERO_LATENCY)
+    return load_description("h100-pcie-4").replaced(**changes)
+
+
+def node_with_limits(root: Path, **changes: object) -> SimulatedNode:
+    """That node, with a session and without latency."""
+    node = SimulatedNode.open(description_with_limits(**changes), root, latency=ZERO_LATENCY)
     node.nvml.nvmlInit()
     return node
 
@@ -31,15 +36,16 @@ def handle(node: SimulatedNode) -> Any:
     return node.nvml.nvmlDeviceGetHandleByIndex(0)
 
 
-def make_cgroup(node: SimulatedNode, path: str, *, files: bool = True) -> Path:
-    """A cgroup and its parents; ``files``: the controller dmem is on for them."""
-    cgroup = node.root / CGROUPS
-    for part in Path(path).parts:
-        cgroup /= part
-        cgroup.mkdir(parents=True, exist_ok=True)
-        if files:
-            (cgroup / "dmem.max").touch()
+def make_cgroup(node: SimulatedNode, path: str) -> Path:
+    """A cgroup and its parents."""
+    cgroup = node.root / CGROUPS / path
+    cgroup.mkdir(parents=True, exist_ok=True)
     return cgroup
+
+
+def enable_below(cgroup: Path, *controllers: str) -> None:
+    """Enable only these controllers for the cgroups below this one."""
+    (cgroup / "cgroup.subtree_control").write_text(" ".join(controllers) + "\n")
 
 
 def set_limit(node: SimulatedNode, cgroup: Path, hard: int, soft: int = 0) -> None:

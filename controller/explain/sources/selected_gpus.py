@@ -169,8 +169,9 @@ class Availability:
         count = self.request.count
         if self.selected.keys == {SHARED}:
             amount = self.request.selector.memory
-            what = "all memory" if amount is None else f"memory {amount}"
-            singular, plural = f"shared GPU with {what} to spare", f"shared devices with {what} each"
+            what = f"{'all memory' if amount is None else f'memory {amount}'} of a shared GPU"
+            if count is not None:
+                return what if count == 1 else f"{count} times {what}, on one node"
         if count is None:
             return f"all {plural} of one node"
         return f"a {singular}" if count == 1 else f"{count} {plural} of one node"
@@ -181,6 +182,8 @@ def _nouns(keys: frozenset[OfferKind]) -> tuple[str, str]:
         return "full GPU", "full GPUs"
     if keys == {SHARE}:
         return "share", "shares"
+    if keys == {SHARED}:
+        return "shared GPU", "shared GPUs"
     if keys and all(key.type is DeviceKind.PARTITION for key in keys):
         profile = f" {next(iter(keys)).profile}" if len(keys) == 1 else ""
         return f"partition{profile}", f"partitions{profile}"

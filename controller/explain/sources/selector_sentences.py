@@ -94,7 +94,8 @@ def _no_match(feasibility: Feasibility, request: DeviceRequest) -> str:
     if not others:
         devices = [device for device, verdicts in met if sum(verdicts) == len(conditions) - 1] or devices
     values = _values(feasibility, conditions[culprit], devices)
-    hint = "; ".join(wrong) if wrong else _suggestion(conditions[culprit], values)
+    has_domain = WITH_DOMAIN.match(conditions[culprit]) is not None
+    hint = "; ".join(wrong) if wrong and not has_domain else _suggestion(conditions[culprit], values)
     hint = f"; {hint.removeprefix('; ')}" if hint else ""
     if any(conditions[culprit] in conditions_of(expression) for expression in request.class_selectors):
         hint += f"; this condition is part of DeviceClass {request.device_class}"

@@ -7,14 +7,15 @@ hard limits are set: a soft limit above 0 is added to all ancestors, and stays t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pynvml
 
-from driver.errors import StateError
+from driver.errors import HardwareError, StateError
 from driver.hardware.cgroups.pod_cgroups import CGROUPS
 from driver.hardware.host_paths import HOST, HostPaths
 from driver.hardware.nvml_errors import ABSENT, nvml_call, refused
@@ -91,6 +92,19 @@ class CgroupMemoryLimits:
 
     def clear(self, gpu: Gpu, cgroup: Path) -> None:
         self._set(gpu, cgroup, NO_LIMIT)
+
+    @contextmanager
+    def trial_cgroup(self) -> Iterator[Path]:
+        """A cgroup without processes for the block. A kill leaves it there, and the next trial removes it."""
+        cgroup = self._paths.here(f"{CGROUPS}/tessera-trial")
+        try:
+            cgroup.mkdir(exist_ok=True)
+        except OSError as error:
+            raise HardwareError(f"{cgroup} can't be created for the trial: {error.strerror}") from error
+        try:
+            yield cgroup
+        finally:
+            cgroup.rmdir()
 
     def _set(self, gpu: Gpu, cgroup: Path, hard: int) -> None:
         limits = pynvml.c_nvmlSetMemoryLimits_v1_t()

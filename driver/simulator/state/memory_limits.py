@@ -110,10 +110,14 @@ class CgroupTree:
         return limits if self._control == "dmem" else limits[:1]
 
     def _takes_limits(self, cgroup: str) -> bool:
-        """Whether a cgroup has the files of dmem; all have where the machine's kernel lacks that controller."""
-        if self._control == "misc" or os.path.exists(f"{cgroup}/dmem.max"):  # noqa: PTH110
-            return True
-        return _is_below(cgroup, self._machine) and not os.path.exists(f"{self._machine}/dmem.capacity")  # noqa: PTH110
+        """Whether a cgroup has the controller: with dmem unless its parent enables others for the cgroups below it.
+
+        Those of the machine count as if they had it, whatever its kernel.
+        """
+        if not _is_below(cgroup, self._top):
+            return _is_below(cgroup, self._machine)
+        enabled = Path(cgroup).parent / "cgroup.subtree_control"
+        return self._control == "misc" or not enabled.exists() or "dmem" in enabled.read_text().split()
 
 
 def _existing(limits: Iterable[CgroupLimit]) -> dict[str, CgroupLimit]:

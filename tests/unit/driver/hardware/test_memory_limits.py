@@ -16,7 +16,7 @@ from driver.hardware.host_paths import HostPaths
 from driver.model.gpu import Gpu
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.gpu_load import SimulatedActivity, constant
-from tests.support.memory_limits import GIB, make_cgroup, node_with_limits, read_limits
+from tests.support.memory_limits import GIB, enable_below, make_cgroup, node_with_limits, read_limits
 from tests.support.nvml_client import enable_mig
 
 
@@ -71,8 +71,10 @@ def test_a_gpu_without_limits_says_why(
 def test_a_cgroup_without_the_controller_is_the_nodes_fault_not_the_gpus(tmp_path: Path) -> None:
     node = node_with_limits(tmp_path)
     host, gpu = host_of(node)
+    cgroup = make_cgroup(node, "kubepods/pod1")
+    enable_below(cgroup.parent, "memory")
     with pytest.raises(StateError, match=r"NOT_FOUND .*no dmem.max: write \+dmem to cgroup.subtree_control"):
-        host.memory_limits.set(gpu, make_cgroup(node, "kubepods/pod1", files=False), 6 * GIB)
+        host.memory_limits.set(gpu, cgroup, 6 * GIB)
     with pytest.raises(HardwareError, match=r"setting the memory limit of .*/gone on GPU-.*NOT_FOUND"):
         host.memory_limits.set(gpu, node.root / "sys/fs/cgroup/gone", 6 * GIB)
 

@@ -16,6 +16,7 @@ from driver.simulator.state.latency import ZERO_LATENCY
 from driver.simulator.tree import CGROUPS
 from tests.support.memory_limits import (
     GIB,
+    enable_below,
     machine_cgroup,
     make_cgroup,
     node_with_limits,
@@ -95,7 +96,6 @@ def test_with_dmem_a_soft_limit_stays_on_all_parents_unless_it_is_reset_before_i
     set_limit(node, other, 6 * GIB, soft=GIB)
     assert read_limits(node, top) == (5 * GIB, MAX, 0)
     set_limit(node, other, 6 * GIB)
-    (pod / "dmem.max").unlink()
     pod.rmdir()
     assert read_limits(node, top)[0] == 4 * GIB
     set_limit(node, top, MAX)
@@ -113,13 +113,18 @@ def test_with_misc_only_the_nearest_limit_counts(misc: SimulatedNode) -> None:
         allocate(misc, 7, unlimited, pid=8)
 
 
-def test_a_container_sees_its_pods_limit_only_if_it_has_no_files_of_dmem(node: SimulatedNode) -> None:
-    set_limit(node, make_cgroup(node, "kubepods/pod1"), 6 * GIB)
-    assert read_limits(node, make_cgroup(node, "kubepods/pod1/a"))[1] == MAX
-    bare = make_cgroup(node, "kubepods/pod1/b", files=False)
-    assert read_limits(node, bare)[1] == 6 * GIB
+def test_a_container_sees_its_pods_limit_only_if_it_lacks_the_controller(node: SimulatedNode) -> None:
+    pod = make_cgroup(node, "kubepods/pod1")
+    set_limit(node, pod, 6 * GIB)
+    container = make_cgroup(node, "kubepods/pod1/a")
+    assert read_limits(node, container)[1] == MAX
+    enable_below(pod, "memory", "dmem")
+    set_limit(node, container, 6 * GIB)
+    set_limit(node, container, MAX)
+    enable_below(pod, "memory")
+    assert read_limits(node, container)[1] == 6 * GIB
     with pytest.raises(pynvml.NVMLError_NotFound):
-        set_limit(node, bare, 6 * GIB)
+        set_limit(node, container, 6 * GIB)
 
 
 @pytest.mark.parametrize("kind", ["node", "misc"])
@@ -188,6 +193,7 @@ def test_a_gpu_in_mig_mode_has_no_limits(node: SimulatedNode) -> None:
         set_limit(node, cgroup, 6 * GIB)
 
 
-def test_nodes_with_older_drivers_have_no_cgroups(tmp_path: Path) -> None:
+def test_nodes_with_older_drivers_have_no_cgroups_and_are_read_by_earlier_versions(tmp_path: Path) -> None:
     node = SimulatedNode.open(load_description("h100-1"), tmp_path / "node", latency=ZERO_LATENCY)
     assert not (node.root / CGROUPS).exists()
+    assert "cgroups" not in (node.root / "sim/node.json").read_text()

@@ -16,9 +16,10 @@ from driver.simulator.node import SimulatedNode
 from driver.simulator.state.gpu_load import SimulatedActivity, constant
 from kubelet_plugin.claims.memory_limits import PodMemoryLimits, PodShare, memory_by_pod
 from kubelet_plugin.step_names import NodeStep, StepRunner
-from tests.support.memory_limits import GIB, machine_cgroup, make_cgroup, node_with_limits, read_limits
+from tests.support.memory_limits import GIB, enable_below, machine_cgroup, make_cgroup, node_with_limits, read_limits
 
 POD, OTHER = "2f0c3c1e-93a5-4d6f-9f4e-1c0f1b1e6a77", "5a0c3c1e-93a5-4d6f-9f4e-1c0f1b1e6a77"
+BARE = "7c0c3c1e-93a5-4d6f-9f4e-1c0f1b1e6a77"
 MAX = pynvml.NVML_DEVICE_MEMORY_LIMIT_MAX
 
 
@@ -108,9 +109,10 @@ def test_one_pod_that_cant_be_limited_leaves_no_other_without_limit(
     node: SimulatedNode, cgroups: dict[str, Path]
 ) -> None:
     limits, gpu = limits_of(node)
-    (cgroups[POD] / "dmem.max").unlink()
+    bare = make_cgroup(node, f"kubepods/pod{BARE}")
+    enable_below(bare.parent, "memory")
     with pytest.raises(StateError, match=r"no dmem\.max"):
-        limits.check(gpu, {POD: 6 * GIB, OTHER: 2 * GIB})
+        limits.check(gpu, {BARE: 6 * GIB, OTHER: 2 * GIB})
     assert read_limits(node, cgroups[OTHER])[1] == 2 * GIB
 
 
