@@ -55,7 +55,7 @@ GC_THRESHOLD = 50_000
 @click.option("--linger-s", type=float, help="Seconds that an unwanted offer stays published, tainted.  [default: 10]")
 @click.option("--settle-s", type=float, help="Seconds until a fence has reached all API servers.  [default: 1]")
 @click.option("--fence-minutes", type=float, help="Longest delay of a decision of the scheduler.  [default: 15]")
-@click.option("--weights", help="PROFILE=WEIGHT,... of requests; also full, share, clique.  [default: equal]")
+@click.option("--weights", help="PROFILE=WEIGHT,... of requests; also full, share, shared, clique.  [default: equal]")
 @click.option("--unused-s", type=float, help="Seconds that a claim may pend beside a matching offer.  [default: 60]")
 @click.option("--publish-held", help="always, or auto: unless the cluster has too many GPUs.  [default: auto]")
 @click.option("--publish-held-gpus", type=int, help="Limit of auto.  [default: 500; before Kubernetes 1.37: 80]")

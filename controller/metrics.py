@@ -24,6 +24,7 @@ from controller.report.slice_states import GpuUse, RequestedKinds, SliceState, c
 from driver.kube.types import Claim, GpuNodePlan
 from driver.model.offer import Offer, OfferKind
 from driver.model.plan import FailureCause
+from driver.model.shared_memory import GIB
 
 SECONDS = (0.5, 1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
 """Upper bounds of the buckets of waiting times: seconds to a day."""
@@ -114,6 +115,9 @@ class ControllerMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         slices = GaugeMetricFamily("tessera_slices", "Memory slices of GPUs by state.", labels=["product", "state"])
         gpus = GaugeMetricFamily("tessera_gpus_by_use", "GPUs by use.", labels=["product", "use"])
+        shared = GaugeMetricFamily(
+            "tessera_shared_memory_bytes", "Memory of shared devices by state.", labels=["product", "state"]
+        )
         pending = GaugeMetricFamily("tessera_pending_claims", "Pending claims.", labels=["class", "reason"])
         unprepared = GaugeMetricFamily(
             "tessera_unprepared_claims", "Allocated claims that their node can not prepare.", labels=["cause"]
@@ -128,6 +132,8 @@ class ControllerMetrics(Collector):
                     slices.add_metric([product, state.value], capacity.slices.get((product, state), 0))
                 for use in GpuUse:
                     gpus.add_metric([product, use.value], capacity.gpus.get((product, use), 0))
+            for labels, gib in _shared_gib(decided.fleet).items():
+                shared.add_metric(labels, gib * GIB)
             for labels, count in _pending_by_class_and_reason(decided).items():
                 pending.add_metric(labels, count)
             for labels, since in _oldest_by_class_and_namespace(decided).items():
@@ -136,7 +142,17 @@ class ControllerMetrics(Collector):
             causes = Count(claim.cause for claims in reported for claim in claims)
             for cause in FailureCause:
                 unprepared.add_metric([cause.value], causes[cause])
-        yield from (slices, gpus, pending, oldest, unprepared)
+        yield from (slices, gpus, shared, pending, oldest, unprepared)
+
+
+def _shared_gib(fleet: Fleet) -> Mapping[tuple[str, str], int]:
+    """What claims have of shared devices, and what they can still get, by product."""
+    amounts: Count[tuple[str, str]] = Count()
+    for gpu in fleet:
+        if gpu.shared is not None or gpu.state.used:
+            amounts[gpu.gpu.product_name, "held"] += gpu.state.used
+            amounts[gpu.gpu.product_name, "free"] += gpu.state.left
+    return amounts
 
 
 def _pending_by_class_and_reason(decided: CountedDecision) -> Mapping[tuple[str, str], int]:

@@ -19,13 +19,13 @@ from driver.config.flag_values import (
 )
 from driver.config.suggestions import meant
 from driver.errors import UsageError
-from driver.model.offer import FULL, SHARE, DeviceKind, OfferKind
-from driver.placement.measure import CLIQUE_CLASS, FULL_CLASS, SHARE_CLASS
+from driver.model.offer import FULL, SHARE, SHARED, DeviceKind, OfferKind
+from driver.placement.measure import CLIQUE_CLASS, FULL_CLASS, SHARE_CLASS, SHARED_CLASS
 
 PROFILE = re.compile(r"\d+g\.\d+gb([+-][a-z.]+)*")
 """Names of MIG profiles as in NVML: 1g.10gb, 1g.24gb+me.all, 2g.48gb-me."""
 
-OTHER_CLASSES = (FULL_CLASS, SHARE_CLASS, CLIQUE_CLASS)
+OTHER_CLASSES = (FULL_CLASS, SHARE_CLASS, SHARED_CLASS, CLIQUE_CLASS)
 
 
 def _weights(value: object) -> object:
@@ -60,7 +60,7 @@ def _minimum(value: object) -> object:
 
 def _count(part: str) -> tuple[OfferKind, int]:
     name, _, number = (piece.strip() for piece in part.partition("="))
-    kinds = {"full": FULL, "share": SHARE}
+    kinds = {"full": FULL, "share": SHARE, "shared": SHARED}
     if not number.isdecimal() or not (name in kinds or PROFILE.fullmatch(name)):
         raise ValueError(f"{part!r} is not KIND=COUNT; accepted are auto, none, and such as full=8,1g.10gb=2,share=4")
     return kinds.get(name, OfferKind(DeviceKind.PARTITION, name)), int(number)

@@ -12,6 +12,7 @@ from driver.config.flag_values import DEFAULT_DRIVER, NVIDIA_DRIVER
 from driver.config.libyaml_loader import YamlLoader, read_yaml
 
 FULL_GPU, ANY_PARTITION, SHARE_OF_GPU, MONITORS = "gpu-training", "gpu-inference", "gpu-dev", "gpu-monitor"
+SHARED_GPU = "gpu-shared"
 """Names of classes; a class for partitions of one profile has a name of its own."""
 
 MANIFESTS = files("deviceclasses") / "manifests"

@@ -31,13 +31,13 @@ from kubelet_plugin.cdi.spec_format import SpecFormat
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.files import probe
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
-from kubelet_plugin.checkpoint.recorded_gpus import KnownGpus
-from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, held_shares
+from kubelet_plugin.checkpoint.recorded_gpus import KnownGpus, held_shares, held_strategies
+from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
+from kubelet_plugin.claims.claim_memory import GpuSettingsOfClaims, memory_limit
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.preparer import ClaimReader, Preparer
 from kubelet_plugin.claims.rehearsals import Rehearsals
-from kubelet_plugin.claims.time_slices import TimeSlices
 from kubelet_plugin.coexistence.adopted_claims import adopt_claims
 from kubelet_plugin.coexistence.other_drivers import OtherDriverWatch
 from kubelet_plugin.dra.health_service import HealthService
@@ -45,7 +45,7 @@ from kubelet_plugin.dra.kubelet_sockets import PluginSockets, serve_kubelet
 from kubelet_plugin.dra.service import DraService
 from kubelet_plugin.health.device_health import HealthMonitor
 from kubelet_plugin.health.recorded_faults import HealthFile
-from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
+from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.inventory.open_hardware import open_host, require_driver_files
 from kubelet_plugin.inventory.scan import NvmlEventListener, ScanLoop, Scanner
 from kubelet_plugin.inventory.standalone_offers import check_layouts, setting_warnings
@@ -54,6 +54,7 @@ from kubelet_plugin.metrics.metrics_interface import Measurements
 from kubelet_plugin.plan.node_config import store_first_config, store_without_layout, stored_config
 from kubelet_plugin.plan.plan_file import PlanFile
 from kubelet_plugin.reconcile.background_work import BackgroundWork, ClaimActivity
+from kubelet_plugin.reconcile.memory_watch import MemoryWatch
 from kubelet_plugin.reconcile.orphans import Orphans
 from kubelet_plugin.reconcile.pod_prerequisites import NodeChecks, OutdatedClaims
 from kubelet_plugin.reconcile.recovery import ClaimReconciler, recover
@@ -125,7 +126,7 @@ class NodePlugin:
         adopt_claims(self._stores, settings, self._host.partitions, self._reader, self._events)
         recover(self._stores, self._preparer.cleanup, self._step)
         inventory = self._stores.inventory
-        self._save_gpus()
+        self._known_gpus.save(inventory.gpus)
         answering = [gpu for gpu in inventory.gpus if inventory.fault(gpu) is None]
         self._scanner.scan_partitions(inventory, answering)
         self._health.handle_scan(answering)
@@ -179,8 +180,8 @@ class NodePlugin:
         partitions = Partitions(
             host, stores.inventory, self._health, step, publishes_existing=self._settings.publish_existing
         )
-        time_slices = TimeSlices(host, stores.checkpoint, step)
-        self._preparer = Preparer(self._reader, stores, partitions, time_slices, self._changes, repaired, step)
+        gpu_settings = GpuSettingsOfClaims.of(host, stores.checkpoint, step)
+        self._preparer = Preparer(self._reader, stores, partitions, gpu_settings, self._changes, repaired, step)
         self._rehearsals = Rehearsals(stores, partitions, self._preparer.cleanup)
         self._trials = Trials(self._rehearsals, self._health)
         orphans = Orphans(stores, self._preparer, self._reader, events, measurements.count_orphan)
@@ -219,7 +220,8 @@ class NodePlugin:
         nodes, driver_files = self._host.nodes, self._driver_files
         outdated = OutdatedClaims(settings.state_dir, stores.boot)
         self._node_checks = NodeChecks(nodes, driver_files, stores, self._health, specs.failure, self._events, outdated)
-        followers = (self._node_checks, self._reconciler, self._health, hardware)
+        memory = MemoryWatch(stores, self._preparer.gpu_settings.memory, self._reader, self._events)
+        followers = (self._node_checks, self._reconciler, self._health, hardware, memory)
         give_way = self._background.activity.wait_idle(SCAN_DELAY_SECONDS)
         self._scan_loop = ScanLoop(self._scanner, stores.inventory, followers, self._changes, give_way)
         self._ready = (
@@ -230,9 +232,6 @@ class NodePlugin:
             Check("checkpoint", state.failure),
         )
         self._live = (Check("cdi-mount", stores.cdi.detached),)
-
-    def _save_gpus(self) -> None:
-        self._known_gpus.save(self._stores.inventory.gpus)
 
     def _subscribe(self) -> None:
         """Say which parts act on which change, in which order."""
@@ -247,7 +246,7 @@ class NodePlugin:
         subscribe(NodeChange.RESERVATIONS, publishing.notify)
         hold_again = self._stores.hold_all
         subscribe(NodeChange.HARDWARE, hold_again, reconciler.notify, publishing.notify, health_service.notify)
-        subscribe(NodeChange.HARDWARE, self._save_gpus)
+        subscribe(NodeChange.HARDWARE, lambda: self._known_gpus.save(self._stores.inventory.gpus))
         trials = self._trials.notify
         subscribe(NodeChange.HEALTH, publishing.notify, publishing.notify_claim_status, health_service.notify, trials)
         usage = [self._usage.notify] if self._usage else []
@@ -393,7 +392,8 @@ def _discover(
     check_layouts(settings.layout, settings.shares, gpus)
     for warning in setting_warnings(settings, gpus):
         log.warning(warning)
-    sharing = GpuSharing(settings.shares.of, settings.shares_only)
-    inventory = Inventory([*gpus, *missing], number_gpus([*gpus, *missing], kept), sharing, shares)
+    numbers, strategies = number_gpus([*gpus, *missing], kept), held_strategies(records)
+    sharing = settings.sharing.limited_by(partial(memory_limit, scanner.host.memory_limits))
+    inventory = Inventory([*gpus, *missing], numbers, sharing, shares, strategies)
     inventory.update(gpus, {gpu.uuid: reasons[gpu.index] for gpu in missing if gpu.index in reasons})
     return inventory

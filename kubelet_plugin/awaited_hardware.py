@@ -28,10 +28,10 @@ from kubelet_plugin.cdi.spec_format import SpecFormat
 from kubelet_plugin.changes import ChangeNotifier, GpuChange, HardwareOutcomes, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
 from kubelet_plugin.checkpoint.records import Checkpoint
+from kubelet_plugin.claims.claim_memory import GpuSettingsOfClaims
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.preparer import ClaimReader, Preparer
-from kubelet_plugin.claims.time_slices import TimeSlices
 from kubelet_plugin.dra.health_service import HealthService
 from kubelet_plugin.dra.kubelet_sockets import PluginSockets, serve_kubelet
 from kubelet_plugin.dra.service import DraService
@@ -92,11 +92,11 @@ class AwaitedHardware:
             host, stores.inventory, UnchangedHardware(), step, publishes_existing=settings.publish_existing
         )
         reader = ClaimReader(self._api.client, self._api.events.remember_pods)
-        time_slices = TimeSlices(host, checkpoint, step)
+        gpu_settings = GpuSettingsOfClaims.of(host, checkpoint, step)
         self._conditions = NodeConditions(self._changes, self._api.events)
         self._conditions_writer = ConditionsWriter(self._api.client, settings.node_name, self._conditions)
         self._changes.subscribe(NodeChange.CONDITION, self._conditions_writer.notify)
-        self._preparer = Preparer(reader, stores, partitions, time_slices, self._changes, lambda *_: None, step)
+        self._preparer = Preparer(reader, stores, partitions, gpu_settings, self._changes, lambda *_: None, step)
         with step(NodeStep.TIDY_CDI_SPECS):
             tidy_specs(stores)
 

@@ -25,10 +25,13 @@ from driver.model.gpu_settings import (
     EVERY_GPU,
     NO_GPU,
     NO_LAYOUTS,
+    NO_SHARED,
     NO_SHARES,
     GpuSelection,
+    GpuSharing,
     Layouts,
     ShareCounts,
+    SharedGpus,
 )
 from driver.model.plan import CURATED
 
@@ -88,6 +91,7 @@ class NodeSettings:
     exclude_gpus: Annotated[GpuSelection, PARSERS["exclude_gpus"]] = NO_GPU
     mig_gpus: Annotated[GpuSelection, PARSERS["mig_gpus"]] = NO_GPU
     shares: Annotated[ShareCounts, PARSERS["shares"]] = NO_SHARES
+    shared: Annotated[SharedGpus, PARSERS["shared"]] = NO_SHARED
     shares_only: Annotated[GpuSelection, PARSERS["shares_only"]] = NO_GPU
     publish: Annotated[str, PARSERS["publish"]] = CURATED
     layout: Annotated[Layouts, PARSERS["layout"]] = NO_LAYOUTS
@@ -125,6 +129,11 @@ class NodeSettings:
         if not held or self.manages(gpu):
             return None
         return f"GPU {gpu.index} would not be managed, and claims have {', '.join(sorted(held))}"
+
+    @property
+    def sharing(self) -> GpuSharing:
+        """How several claims can have one GPU at once; nothing holds them to their memory."""
+        return GpuSharing(self.shares.of, self.shares_only, self.shared.of)
 
     @property
     def publish_existing(self) -> bool:

@@ -114,7 +114,11 @@ def main() -> None:
     "--shares",
     help="WHICH=R,...: offer GPUs (all, index, UUID, PCI address, product) as R time-sliced shares.  [default: none]",
 )
-@click.option("--shares-only", help="GPUs to offer only as shares.  [default: none]")
+@click.option(
+    "--shared",
+    help="WHICH=time-slicing|mps,...: let claims share GPUs by memory (docs/sharing.md).  [default: none]",
+)
+@click.option("--shares-only", help="GPUs to offer only as shares or by memory.  [default: none]")
 @click.option(
     "--publish",
     help="curated or complete: every device that the GPUs can be, at any time; the Node's label "
@@ -144,6 +148,7 @@ def node(**flags: Any) -> None:
     Examples:
       tessera node --node-name worker-1 --kubeconfig ~/.kube/config --gpus sim:dgx-h100
       tessera node --node-name worker-1 --shares "NVIDIA L4=8,0=4" --shares-only 0
+      tessera node --node-name worker-1 --shared "NVIDIA L4=time-slicing"
       tessera node --node-name worker-1 --layout "NVIDIA H100 80GB HBM3=3g.40gb,2g.20gb,1g.10gb,1g.10gb;0=7g.80gb"
     """
     gc.disable()  # it would traverse 200,000 objects several times during a start, and without freeze() again later

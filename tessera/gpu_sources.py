@@ -11,7 +11,8 @@ from driver.errors import EnvironmentFault, FatalError, StateError
 from driver.kube.client import KubeClient
 from driver.kube.types import GpuNodePlan
 from driver.model.gpu import MigMode
-from driver.model.plan import KIND, GpuReport, decode_inventory
+from driver.model.plan import KIND
+from driver.model.reported_gpus import GpuReport, decode_inventory
 from kubelet_plugin.inventory.open_hardware import open_host
 from kubelet_plugin.settings import node_settings
 from tessera.cluster_options import find_plans
@@ -59,8 +60,17 @@ def hardware(**flags: str | None) -> list[GpuReport]:
         else gpu
         for gpu in discovery.gpus
     )
-    by_minor = sorted(gpus, key=lambda gpu: gpu.minor)
-    return [GpuReport(gpu, gpu.minor, settings.shares.of(gpu), gpu in settings.shares_only) for gpu in by_minor]
+    sharing = settings.sharing
+    return [
+        GpuReport(
+            gpu,
+            gpu.minor,
+            sharing.shares_of(gpu),
+            gpu in sharing.only,
+            shared=sharing.memory_of(gpu, sharing.strategy_of(gpu)),
+        )
+        for gpu in sorted(gpus, key=lambda gpu: gpu.minor)
+    ]
 
 
 def anonymous(report: GpuReport, node: str) -> GpuReport:

@@ -40,8 +40,9 @@ def find_claim(client: KubeClient, key: Key) -> Claim | None:
 def holders_of(client: KubeClient, view: ClusterView, explanation: Explanation) -> list[HoldingClaim]:
     """The claims that hold what the pending one could have, those that would have to end first."""
     devices: dict[str, list[str]] = {}
-    for (node, device), claim in view.queue.holders.items():
-        devices.setdefault(claim, []).append(f"{node}/{device}")
+    for (node, device), claims in view.queue.holders.items():
+        for claim in claims:
+            devices.setdefault(claim, []).append(f"{node}/{device}")
     first = [claim for change in explanation.changes for claim in change.claims]
     names = list(dict.fromkeys([*first, *explanation.holders]))
     return [_holder(client, claim, tuple(sorted(devices.get(claim, ())))) for claim in names[:MAX_HOLDERS]]

@@ -208,6 +208,7 @@ class ClusterCache:
                     self._slices_by_node.get(name, {}).values(),
                     self._claim_index.held(Pool(name, self._driver).name),
                     node_changed=name in changed_nodes,
+                    shared=self._claim_index.shared(Pool(name, self._driver).name),
                     is_monitored=bool(self._claim_index.held(Pool(name, self._driver, MONITORS).name)),
                 )
             return Snapshot(
@@ -374,6 +375,7 @@ def _allocation(found: Allocation) -> Allocation:
             sys.intern(result.device),
             result.admin_access,
             result.share_id,
+            result.consumed_capacity,
         )
         for result in found.devices.results
     )

@@ -18,8 +18,9 @@ from driver.kube.types import (
     Pod,
     PodGroup,
 )
-from driver.model.device import is_monitor
+from driver.model.device import is_monitor, is_shared
 from driver.model.plan import Held
+from driver.model.shared_memory import gib_of
 
 
 class PoolDevice(NamedTuple):
@@ -72,8 +73,12 @@ class ClaimIndex:
         return bool(allocations) and None not in allocations
 
     def held(self, pool: str) -> Mapping[str, Held]:
-        """The allocated devices of ``pool`` by name; the latest claim where two have the same device, a defect."""
+        """The allocated devices of ``pool`` by name; the latest claim where several have the same device."""
         return {device: holders[-1] for device, holders in self.holders(pool).items()}
+
+    def shared(self, pool: str) -> Mapping[str, tuple[Held, ...]]:
+        """The shared devices among the allocated ones of ``pool``, each with all its claims."""
+        return {device: tuple(claims) for device, claims in self.holders(pool).items() if is_shared(device)}
 
     def holders(self, pool: str) -> Mapping[str, Sequence[Held]]:
         """The allocated devices of ``pool`` by name, each with all claims that have it."""
@@ -152,10 +157,18 @@ class ClaimIndex:
         allocation = claim.status.allocation if claim is not None else None
         if claim is None or allocation is None:
             return
+        name, shares = str(claim.metadata.key), dict[tuple[str, str], list[int]]()
         for result in allocation.devices.results:
             # A monitor device is in a pool of its own, so that nobody takes it for a held device of the node.
-            if result.driver == self._driver and (not result.admin_access or is_monitor(result.device)):
-                yield result.pool, Held(result.device, str(claim.metadata.key))
+            if result.driver != self._driver or (result.admin_access and not is_monitor(result.device)):
+                continue
+            if is_shared(result.device):
+                gib = gib_of(result.consumed_capacity, whole=0) or 0
+                shares.setdefault((result.pool, result.device), []).append(gib)
+            else:
+                yield result.pool, Held(result.device, name)
+        for (pool, device), parts in shares.items():
+            yield pool, Held(device, name, sum(parts) if all(parts) else 0)
 
 
 @dataclass(frozen=True)

@@ -12,21 +12,22 @@ from controller.cluster.node_dedication import UseLabel
 from driver.model.device import Device, devices_of
 from driver.model.gpu import Gpu
 from driver.model.offer import DeviceKind, Offer, Spot
-from driver.model.plan import FaultKind
+from driver.model.reported_gpus import FaultKind
+from driver.model.shared_memory import SharedMemory
 from driver.placement.occupancy import Geometry, GpuState, overlap, possible_kinds
 
 T = TypeVar("T")
 
 
 class Layout:
-    """The devices that GPUs of one geometry, number and number of shares have: by spot, and the spots by name."""
+    """The devices of GPUs with one geometry and number that are divided or shared alike: by spot, and spots by name."""
 
     def __init__(self, devices: Iterable[Device]) -> None:
         self.devices = {device.spot: device for device in devices}
         self.spots = {device.name: device.spot for device in self.devices.values()}
 
 
-LAYOUTS: dict[tuple[Geometry, int, int], Layout] = {}
+LAYOUTS: dict[tuple[Geometry, int, int, SharedMemory | None], Layout] = {}
 """A cluster has few, whatever its size."""
 
 
@@ -34,8 +35,9 @@ LAYOUTS: dict[tuple[Geometry, int, int], Layout] = {}
 class FleetGpu:
     """One GPU of one node.
 
-    ``number`` is the one in its device names; ``shares`` into how many it is divided (0: none); ``foreign`` the bit
-    mask of memory slices under partitions that Tessera did not make; ``held`` what claims have, prepared or not.
+    ``number`` is the one in its device names; ``shares`` into how many it is divided (0: none), ``shared`` its shared
+    device (None: none); ``foreign`` the bit mask of memory slices under partitions that Tessera did not make; ``held``
+    what claims have, prepared or not: a shared device once for each of its claims, with what that has of it.
     ``uses`` are the kinds of device that the label ``dedicated_by`` allows; ``why_no_offers``: why its node accepts no
     offers. ``tainted``: for the claim in question, the DeviceTaintRules, with their taints, that keep it from the GPU.
     """
@@ -53,6 +55,7 @@ class FleetGpu:
     dedicated_by: UseLabel | None = None
     why_no_offers: str = ""
     tainted: tuple[str, ...] = ()
+    shared: SharedMemory | None = None
     empty: InitVar[FleetGpu | None] = None
     """The same GPU with nothing held, if there is one already; ``replace`` does not take it over."""
 
@@ -81,19 +84,19 @@ class FleetGpu:
     @cached_property
     def devices(self) -> tuple[Device, ...]:
         """Every device it could ever offer."""
-        return devices_of(self.gpu, self.number, self.shares)
+        return devices_of(self.gpu, self.number, self.shares, shared=self.shared)
 
     @cached_property
     def layout(self) -> Layout:
         """The same for all GPUs with the same devices."""
-        key = (self.state.geometry, self.number, self.shares)
+        key = (self.state.geometry, self.number, self.shares, self.shared)
         if key not in LAYOUTS:
-            LAYOUTS[key] = Layout(devices_of(self.gpu, self.number, self.shares))
+            LAYOUTS[key] = Layout(self.devices)
         return LAYOUTS[key]
 
     def device(self, spot: Spot) -> Device | None:
-        device = self.layout.devices.get(spot)
-        return None if device is None else replace(device, gpu=self.gpu)
+        device = self.layout.devices.get(spot.device)
+        return None if device is None else replace(device, gpu=self.gpu, spot=spot)
 
     def device_name(self, spot: Spot) -> str | None:
         device = self.layout.devices.get(spot)
@@ -106,16 +109,23 @@ class FleetGpu:
     @cached_property
     def state(self) -> GpuState:
         """What it could offer now next to what is held, as a value that many GPUs share: curation compares these."""
-        return GpuState.of(self.gpu, self.held, self.foreign, self.shares, self._kinds)
+        room = 0 if self.shared is None else self.shared.gib
+        return GpuState.of(self.gpu, self.held, self.foreign, self.shares, self._kinds, room)
 
     @cached_property
     def overlaps(self) -> tuple[tuple[str, str], ...]:
-        """Pairs of names of held devices that exclude each other: one of them was allocated by mistake."""
+        """Pairs of names of held devices that exclude each other: one of them was allocated by mistake.
+
+        A shared device whose claims have more than its memory excludes itself.
+        """
+        devices = {device.name: device for device in self.held}.values()
         # Two shares of less than all memory always fit next to each other.
-        pairs = (
-            (first, second) for first, second in combinations(self.held, 2) if first.shares == 1 or second.shares == 1
+        pairs = (pair for pair in combinations(devices, 2) if 1 in {pair[0].shares, pair[1].shares})
+        overdrawn = (device for device in devices if device.shared and self.state.used > device.shared.gib)
+        return (
+            *((first.name, second.name) for first, second in pairs if overlap(first, second)),
+            *((device.name, device.name) for device in overdrawn),
         )
-        return tuple((first.name, second.name) for first, second in pairs if overlap(first, second))
 
     @cached_property
     def clique(self) -> tuple[str, str]:

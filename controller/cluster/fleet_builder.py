@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.cluster.node_views import NodeChanges, NodeView
 from driver.errors import StateError
-from driver.model.device import Device, share_device
+from driver.model.device import Device, is_shared, share_device, shared_device
 from driver.model.gpu import Gpu
-from driver.model.plan import FaultKind, GpuReport, decode_inventory
+from driver.model.plan import Held
+from driver.model.reported_gpus import FaultKind, GpuReport, decode_inventory
+from driver.model.shared_memory import SHARING_FIELD, SharedMemory, SharingStrategy
 
 log = logging.getLogger(__name__)
 
@@ -70,16 +72,18 @@ class FleetBuilder:
 
 def _alike(before: NodeView, after: NodeView) -> bool:
     """Whether two views of a node differ at most in what is held and published."""
-    return (before.status.inventory, before.unable, before.dedication, before.why_no_offers) == (
-        after.status.inventory,
-        after.unable,
-        after.dedication,
-        after.why_no_offers,
-    )
+    return _of_gpus(before) == _of_gpus(after)
+
+
+def _of_gpus(node: NodeView) -> tuple[object, ...]:
+    """What the GPUs of a node with nothing held are made from."""
+    status = node.status
+    return (status.inventory, status.dropped, node.unable, node.dedication, node.why_no_offers)
 
 
 def _same_hardware(before: BuiltNode, after: BuiltNode) -> bool:
-    return [(entry.gpu, entry.shares) for entry in before.gpus] == [(entry.gpu, entry.shares) for entry in after.gpus]
+    facts = ([(entry.gpu, entry.shares, entry.shared) for entry in built.gpus] for built in (before, after))
+    return next(facts) == next(facts)
 
 
 def _empty(node: NodeView, before: BuiltNode | None) -> tuple[FleetGpu, ...]:
@@ -111,6 +115,8 @@ def _gpu(node: NodeView, state: GpuReport, before: Gpu | None) -> FleetGpu:
         uses=node.dedication.kinds(state.number),
         dedicated_by=node.dedication.label(state.number),
         why_no_offers=node.why_no_offers,
+        # Without the field, the device would be one claim's alone.
+        shared=None if SHARING_FIELD in node.status.dropped else state.shared,
     )
 
 
@@ -122,7 +128,16 @@ def _holding(node: NodeView, empty: FleetGpu, before: FleetGpu | None) -> FleetG
         if share and int(share["number"]) == empty.number:
             shares = node.published.get(name, empty.shares) or 1
             held.append(share_device(empty.gpu, empty.number, int(share["index"]), shares))
+        elif is_shared(name):
+            held += _shares_of_memory(empty, name, node.shared.get(name, ()))
         elif not share and (device := empty.device_named(name)) is not None:
             held.append(device)
     gpu = empty.holding(held)
     return before if before is not None and before == gpu else gpu
+
+
+def _shares_of_memory(gpu: FleetGpu, name: str, claims: Sequence[Held]) -> list[Device]:
+    """What ``claims`` have of the shared device ``name`` if it is that of ``gpu``, which may not be shared any more."""
+    shared = gpu.shared or SharedMemory(SharingStrategy.TIME_SLICING, gpu.gpu.memory_bytes)
+    parts = [shared_device(gpu.gpu, gpu.number, shared, held.gib or shared.gib) for held in claims]
+    return [part for part in parts if part.name == name]

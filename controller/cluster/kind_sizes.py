@@ -21,7 +21,7 @@ class KindSize(NamedTuple):
 
     @classmethod
     def of(cls, device: Device) -> KindSize:
-        without_profile = 0 if device.kind is DeviceKind.SHARE else math.inf
+        without_profile = 0 if device.kind in {DeviceKind.SHARE, DeviceKind.SHARED} else math.inf
         compute_slices = without_profile if device.profile is None else device.profile.compute_slices
         return cls(device.memory_bytes, compute_slices, str(device.spot.kind))
 
@@ -29,7 +29,7 @@ class KindSize(NamedTuple):
 def sizes_of(fleet: Fleet) -> dict[OfferKind, KindSize]:
     """The size of each kind of device in ``fleet``; where it differs between products, the smallest.
 
-    A share has its part of the GPU's memory.
+    A share has its part of the GPU's memory, a shared device all that claims can have of it.
     """
     sizes: dict[OfferKind, KindSize] = {}
     for gpu in _of_each_product(fleet):
@@ -72,7 +72,7 @@ class ProfileSizes:
 
 
 def _product(gpu: FleetGpu) -> tuple[object, ...]:
-    return (gpu.state.geometry, gpu.gpu.memory_bytes, gpu.shares)
+    return (gpu.state.geometry, gpu.gpu.memory_bytes, gpu.shares, gpu.shared)
 
 
 def _of_each_product(fleet: Fleet) -> list[FleetGpu]:
@@ -81,4 +81,4 @@ def _of_each_product(fleet: Fleet) -> list[FleetGpu]:
 
 
 def _devices_on(gpu: FleetGpu) -> tuple[Device, ...]:
-    return devices_of(gpu.gpu, gpu.number, gpu.shares)
+    return devices_of(gpu.gpu, gpu.number, gpu.shares, shared=gpu.shared)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from controller.cluster.node_dedication import UNDEDICATED, Dedication, dedication_of
@@ -26,10 +27,11 @@ class NodeView:
 
     ``uid`` is that of the Node. ``published`` maps the device names in its slices, and those that the node left out of
     them, to the number of shares that its GPU has with such devices (1: not a share); ``offered`` are those that new
-    claims can be allocated. ``held`` maps the names of allocated devices to their claims; ``is_monitored``: a claim has
-    monitor devices, which are not among all these. ``why_no_offers``: why it
-    accepts no offers, such as ``is not ready``; empty if new pods can start there and its plan is not paused.
-    ``follows_plan``: the node does what its plan says. ``unable``: why no pod with a GPU can start there.
+    claims can be allocated. ``held`` maps the names of allocated devices to their claims, ``shared`` those of shared
+    devices to all their claims; ``is_monitored``: a claim has monitor devices, which are not among all these.
+    ``why_no_offers``: why it accepts no offers, such as ``is not ready``; empty if new pods can start there and its
+    plan is not paused. ``follows_plan``: the node does what its plan says. ``unable``: why no pod with a GPU can start
+    there.
     """
 
     name: str
@@ -44,6 +46,7 @@ class NodeView:
     follows_plan: bool = True
     is_monitored: bool = False
     unable: str | None = None
+    shared: Mapping[str, tuple[Held, ...]] = field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:
@@ -125,6 +128,7 @@ class NodeViews:
         held: Mapping[str, Held],
         *,
         node_changed: bool,
+        shared: Mapping[str, tuple[Held, ...]] = MappingProxyType({}),
         is_monitored: bool = False,
     ) -> None:
         self._changed[name] = node
@@ -132,7 +136,9 @@ class NodeViews:
             self._changed_nodes.add(name)
         self._update_pools(name, slices)
         is_ours = plan is not None or slices
-        view = self._view(node, plan, slices, held, is_monitored=is_monitored) if node is not None and is_ours else None
+        view = None
+        if node is not None and is_ours:
+            view = self._view(node, plan, slices, held, shared, is_monitored=is_monitored)
         before = self._views.get(name)
         if view != before:
             self._all = None
@@ -157,6 +163,7 @@ class NodeViews:
         plan: GpuNodePlan | None,
         slices: Collection[PublishedSlice],
         held: Mapping[str, Held],
+        shared: Mapping[str, tuple[Held, ...]],
         *,
         is_monitored: bool,
     ) -> NodeView:
@@ -178,6 +185,7 @@ class NodeViews:
             why_no_offers=_why_no_offers(node, paused=paused),
             follows_plan=not paused and plan is not None and plan.followed,
             is_monitored=is_monitored,
+            shared=shared,
             unable=next((item.message for item in status.conditions if item.type == NodeConditionType.UNABLE), None),
         )
 

@@ -11,17 +11,21 @@ from controller.cluster.fleet import Fleet, FleetGpu
 from controller.cluster.node_views import NodeChanges, NodeView
 from driver.kube.types import GpuNodePlan
 from driver.model.device import Device
-from driver.model.offer import Offer
+from driver.model.offer import SHARED, Offer, Spot
 from driver.placement.occupancy import overlap
 
 
 @dataclass(frozen=True, slots=True)
 class NodeDevices:
-    """The published devices of one node that no claim holds, by their offers; ``offered`` are those that fit."""
+    """The published devices of one node that no claim holds, by their offers; ``offered`` are those that fit.
+
+    ``shared``: the shared devices that claims hold and that new claims can be allocated, too; among ``offered``.
+    """
 
     view: NodeView
     free: Mapping[Offer, PoolDevice]
     offered: frozenset[Offer]
+    shared: Mapping[Offer, PoolDevice]
 
 
 class ComparedPlan(NamedTuple):
@@ -36,13 +40,15 @@ class UnheldDevices:
     """The published devices of all nodes that no claim holds.
 
     ``free`` are all of them, by offer; ``offered`` those that new claims can be allocated; ``managed`` those on nodes
-    that follow their plans (other nodes offer what they or an operator chose).
+    that follow their plans (other nodes offer what they or an operator chose). A shared device that claims hold and
+    that has room is only in ``offered``: its node closes it without a fence, and must keep it published.
     """
 
     def __init__(self) -> None:
         self.free: dict[Offer, PoolDevice] = {}
         self.offered: set[Offer] = set()
         self.managed: dict[Offer, PoolDevice] = {}
+        self._shared: dict[Offer, PoolDevice] = {}
         self._complete_nodes: set[str] = set()
         """Names of the nodes that publish every device."""
         self._complete: set[str] = set()
@@ -50,7 +56,7 @@ class UnheldDevices:
         self._fleet = Fleet()
         self._by_pool: dict[str, NodeDevices] = {}
         self._with_free: dict[str, NodeDevices] = {}
-        """By pool, the nodes with free devices."""
+        """By pool, the nodes with free devices, or with room on shared ones."""
         self._pools: dict[str, str] = {}
         """The names of the pools, by node."""
         self._compared: dict[str, ComparedPlan] = {}
@@ -74,9 +80,10 @@ class UnheldDevices:
         for view in renewed:
             self._update_node(view)
         self._complete = {gpu.gpu.uuid for node in self._complete_nodes for gpu in fleet.nodes.get(node, ())}
-        self.free, self.offered, self.managed = {}, set(), {}
+        self.free, self.offered, self.managed, self._shared = {}, set(), {}, {}
         for node in self._with_free.values():
             self.free.update(node.free)
+            self._shared.update(node.shared)
             self.offered |= node.offered
             if node.view.follows_plan:
                 self.managed.update(node.free)
@@ -84,7 +91,7 @@ class UnheldDevices:
     def _update_node(self, view: NodeView) -> None:
         node = self._by_pool[view.pool] = _node_devices(view, self._fleet.nodes.get(view.name, ()))
         self._with_free.pop(view.pool, None)
-        if node.free:
+        if node.free or node.shared:
             self._with_free[view.pool] = node
         self._complete_nodes.discard(view.name)
         if view.is_complete:
@@ -120,7 +127,7 @@ class UnheldDevices:
 
     def allocatable(self, fenced: Container[PoolDevice]) -> dict[Offer, PoolDevice]:
         """The ``offered`` devices without ``fenced`` ones."""
-        devices = ((offer, self.free[offer]) for offer in self.offered)
+        devices = ((offer, self.free.get(offer) or self._shared[offer]) for offer in self.offered)
         return {offer: device for offer, device in devices if device not in fenced}
 
     def leaving(self, plans: Mapping[str, GpuNodePlan]) -> frozenset[PoolDevice]:
@@ -196,4 +203,9 @@ def _node_devices(view: NodeView, gpus: Collection[FleetGpu]) -> NodeDevices:
     states = {gpu.gpu.uuid: gpu.state for gpu in gpus}
     offered = [offer for offer, name in names.items() if name in view.offered]
     fitting = (offer for offer in offered if not view.is_complete or states[offer.gpu].admits(offer.spot))
-    return NodeDevices(view, devices, frozenset(fitting))
+    shared = {
+        Offer(gpu.gpu.uuid, Spot(SHARED)): PoolDevice(view.pool, name)
+        for gpu in (gpus if view.shared else ())
+        if (name := gpu.device_name(Spot(SHARED))) in view.shared and name in view.offered and gpu.state.left
+    }
+    return NodeDevices(view, devices, frozenset(fitting) | shared.keys(), shared)

@@ -20,11 +20,12 @@ from controller.curation.offer_draft import STICKINESS, OfferDraft
 from controller.curation.overdue_claims import OverdueClaims
 from controller.curation.planner import PlannedOffers
 from controller.curation.ranked_fleet import NO_CANDIDATES, FleetPlace, RankedFleet
+from controller.curation.shared_offers import SharedSelection
 from controller.demand.demand import Demand, Eligible, demand_of
 from controller.demand.device_search import ROUNDING
 from controller.demand.pending_claims import Queue
 from controller.demand.requirements import NOTHING_ASKED, AskedKinds
-from driver.model.offer import Offer, OfferKind, Spot
+from driver.model.offer import SHARED, Offer, OfferKind, Spot
 from driver.placement.ranking import RankedGpu, Ranking
 
 EXTRA_EXCHANGES = 8
@@ -33,6 +34,9 @@ EXTRA_EXCHANGES = 8
 
 class CountersPlanner:
     """Plans for schedulers that subtract counters: offers may overlap, and the scheduler chooses among them.
+
+    Offers for pending claims of different kinds, new and present ones, overlap only where there is not enough room:
+    then the allocation of one claim takes no offer away from another, and a burst of pods needs few decisions.
 
     ``offers``: the number of offers of each kind without pending claims. ``stickiness``: an offer is replaced only if
     the new one saves more fragmentation than this, in memory slices; all offers of a kind are chosen anew only if that
@@ -76,9 +80,6 @@ class CountersPlanner:
     ) -> tuple[Offer, ...]:
         """The offers of the default kinds and of the kinds in demand, in a fixed order.
 
-        Offers for pending claims of different kinds, new and present ones, overlap only where there is not enough room:
-        then the allocation of one claim takes no offer away from another, and a burst of pods needs few decisions.
-
         ``published`` are the present offers, ``protected`` those among them that the scheduler may just have given to
         a pending claim: they stay while they are possible. Demand for kinds that the fleet lacks is ignored.
         ``asked``: the kinds that all claims and templates ask for, pending or not.
@@ -93,21 +94,24 @@ class CountersPlanner:
         # Offers that were chosen for their overlap are not the best places for claims of their kind.
         places = {offer: place for offer, place in present.items() if offer not in self._overlapping_offers}
         keep = {places[offer] for offer in protected if offer in places}
-        chosen: set[FleetPlace] = set()
-        for_pending: tuple[FleetPlace, ...] = ()
+        chosen, for_pending = set[FleetPlace](), tuple[FleetPlace, ...]()
         awaited = {place for place in places.values() if place.spot.kind in by_kind}
         default_kinds = ranked.default_kinds(asked)
         for kind in sorted(ranked.kinds, key=ranked.sizes.__getitem__, reverse=True):
             of_kind = {place for place in places.values() if place.spot.kind == kind}
-            eligible_for_all = [demand.eligible for demand in by_kind.get(kind, ()) if demand.all_devices]
+            of_demands = by_kind.get(kind, [])
+            eligible_for_all = [demand.eligible for demand in of_demands if demand.all_devices]
             fixed = (of_kind & keep).union(*(ranked.places(kind, eligible) for eligible in eligible_for_all))
             default = Need(default_kinds.get(kind), self.offers if kind in default_kinds else 0)
-            needs = needs_of(ranked, kind, by_kind.get(kind, ()), of_kind, default)
+            needs = () if kind == SHARED else needs_of(ranked, kind, of_demands, of_kind, default)
             awaited -= of_kind
             to_avoid = ((*for_pending, *sorted(awaited)), for_pending) if kind in by_kind else ()
             for avoided in dict.fromkeys((*to_avoid, ())):
                 draft = OfferDraft(ranked, kind, avoided)
+                selection: OfferSelection | SharedSelection
                 selection = OfferSelection(draft, needs, frozenset(fixed), self.stickiness)
+                if kind == SHARED:
+                    selection = SharedSelection(draft, of_demands, fixed, self.offers, asked.gib, self.stickiness)
                 selection.choose(of_kind)
                 if not avoided or selection.serves_all:
                     break

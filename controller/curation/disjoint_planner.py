@@ -20,6 +20,7 @@ from controller.curation.overdue_claims import OverdueClaims
 from controller.curation.planner import PlannedOffers
 from controller.curation.ranked_fleet import FleetPlace, RankedFleet
 from controller.curation.reservation import Reservations, Reserved, without
+from controller.curation.shared_offers import SharedRoom
 from controller.demand.demand import Eligible
 from controller.demand.device_search import Budget, choose_devices
 from controller.demand.feasibility import Nodes, SelectedKind
@@ -28,7 +29,7 @@ from controller.demand.pending_claims import Queue
 from controller.demand.requirements import ClaimRequirements
 from driver.clock import soonest
 from driver.kube.types import Pod
-from driver.model.offer import FULL, SHARE, Offer, OfferKind, Spot
+from driver.model.offer import FULL, SHARE, SHARED, Offer, OfferKind, Spot
 from driver.placement.ranking import Ranking
 
 PodNeed = tuple[ClaimRequirements, Nodes]
@@ -89,16 +90,18 @@ class DisjointPlanner:
                 done.add(gang)
             elif planned.keys().isdisjoint(pending.key for pending in queue.of_pod(pod)):
                 planned |= plan.serve_pod(pod, preferred_nodes)
-        plan.fill(self._offers, ranked.default_kinds(queue.asked))
+        plan.fill(self._offers, ranked.default_kinds(queue.asked), queue.asked.gib)
         by_claim = {key: tuple(map(ranked.offer, places)) for key, places in planned.items()}
         requested = frozenset(place.spot.kind for places in planned.values() for place in places)
-        return PlannedOffers(tuple(map(ranked.offer, sorted(plan.places))), requested, by_claim)
+        offers = tuple(map(ranked.offer, sorted(plan.places.union(plan.shared.left))))
+        return PlannedOffers(offers, requested, by_claim)
 
 
 class _Plan:
     """Places that are planned one after the other; each fits next to those that were planned before.
 
-    ``published`` are the places of present offers.
+    ``published`` are the places of present offers. ``shared``: the shared devices that are offered, for which several
+    claims may be planned.
     """
 
     def __init__(self, fleet: RankedFleet, queue: Queue, published: Iterable[FleetPlace]) -> None:
@@ -107,6 +110,7 @@ class _Plan:
         self._published: defaultdict[OfferKind, list[FleetPlace]] = defaultdict(list)
         for place in published:
             self._published[place.spot.kind].append(place)
+        self.shared = SharedRoom(fleet, self._published[SHARED], STICKINESS)
         self._drafts: dict[OfferKind, OfferDraft] = {}
         self._unmet: set[PodNeed] = set()
         """What could not be planned: it can't be planned later either, because the free memory only shrinks."""
@@ -126,7 +130,7 @@ class _Plan:
 
         ``planned`` are the keys of claims that have devices already.
         """
-        unmet, places_before = self._unmet.copy(), self.places.copy()
+        unmet, places_before, shared_before = self._unmet.copy(), self.places.copy(), self.shared.left.copy()
         nodes_left = {need: nodes.copy() for need, nodes in self._nodes_left.items()}
         published = {kind: places.copy() for kind, places in self._published.items()}
         of_gang: dict[str, tuple[FleetPlace, ...]] = {}
@@ -142,7 +146,7 @@ class _Plan:
             return of_gang
         for place in self.places - places_before:
             self._remove(place)
-        self._unmet, self._nodes_left = unmet, nodes_left
+        self._unmet, self._nodes_left, self.shared.left = unmet, nodes_left, shared_before
         self._published.update(published)
         return {}
 
@@ -159,19 +163,23 @@ class _Plan:
             needs_one_device = len(requests) == 1 and requests[0].count == 1 and not requirements.constraints
             places = self._place_one(*need) if needs_one_device else self._place_several(*need, budget)
             if places:
-                for place in places:
-                    self._add(place)
-                return dict.fromkeys(keys, tuple(places))
+                return dict.fromkeys(keys, tuple(map(self._add, places)))
             if needs_one_device or not budget.is_spent:
                 self._unmet.add(need)
         return {}
 
-    def fill(self, count: int, default_kinds: Mapping[OfferKind, Eligible]) -> None:
-        """Plan ``count`` more offers of each of ``default_kinds``, if there is room."""
+    def fill(self, count: int, default_kinds: Mapping[OfferKind, Eligible], gib: int) -> None:
+        """Plan ``count`` more offers of each of ``default_kinds``, if there is room.
+
+        The same of shared devices, while none that is open has ``gib`` left, the most that claims ask for.
+        """
         small_to_large = sorted(default_kinds.keys() - {FULL, SHARE}, key=self._fleet.sizes.__getitem__)
-        one_of_each = [SHARE, *small_to_large]
+        one_of_each = [SHARE, *([SHARED] if self.shared.needs_spare(gib) else []), *small_to_large]
         for kind in [FULL] * count + one_of_each * count:
-            place = self._place_for_future_claims(kind, default_kinds.get(kind))
+            if kind == SHARED:
+                place = self.shared.next_unheld(self._draft(SHARED), None)
+            else:
+                place = self._place_for_future_claims(kind, default_kinds.get(kind))
             if place is not None:
                 self._add(place)
 
@@ -194,6 +202,12 @@ class _Plan:
         kinds = self._feasibility.kinds(requirements.requests[0].selector, nodes)
         for selected in self._feasibility.smallest_first(requirements.requests[0].selector, nodes):
             group = kinds[selected]
+            if selected.kind == SHARED:
+                place = self.shared.fullest(selected.gib, group)
+                place = place or self.shared.next_unheld(self._draft(SHARED), group)
+                if place is not None:
+                    return [place._replace(spot=Spot(SHARED, selected.gib))]
+                continue
             published = [
                 place
                 for place in self._published_with_room(selected.kind)
@@ -254,8 +268,11 @@ class _Plan:
         gpus = sorted(self._feasibility.fleet.nodes[node], key=lambda gpu: gpu.state.free)
         position_of = self._fleet.position_of
         draft = self._draft(FULL)  # any draft will do: each has all planned places
-        states = tuple(draft.state(*position_of[gpu.gpu.uuid]) for gpu in gpus)
-        chosen = choose_devices(gpus, states, requirements, self._feasibility.matching.value, budget, published)
+        states = []
+        for position in (position_of[gpu.gpu.uuid] for gpu in gpus):
+            state, room = draft.state(*position), self.shared.left.get(FleetPlace(*position, Spot(SHARED)))
+            states.append(state if room is None else state._replace(used=state.room - room))
+        chosen = choose_devices(gpus, tuple(states), requirements, self._feasibility.matching.value, budget, published)
         return [FleetPlace(*position_of[gpu.gpu.uuid], spot) for gpu, spot in chosen]
 
     def _published_with_room(self, kind: OfferKind) -> list[FleetPlace]:
@@ -264,10 +281,18 @@ class _Plan:
         self._published[kind] = [place for place in self._published[kind] if admits(place)]
         return self._published[kind]
 
-    def _add(self, place: FleetPlace) -> None:
-        self.places.add(place)
-        for draft in self._drafts.values():
-            draft.add(place)
+    def _add(self, place: FleetPlace) -> FleetPlace:
+        """Plan a place, or a part of a shared device; returns that of the device."""
+        device = place._replace(spot=place.spot.device)
+        is_open = device in self.shared.left
+        if place.spot.kind == SHARED:
+            self.shared.open(device)
+            self.shared.left[device] -= place.spot.at
+        if not is_open:
+            self.places.add(device)
+            for draft in self._drafts.values():
+                draft.add(device)
+        return device
 
     def _remove(self, place: FleetPlace) -> None:
         self.places.remove(place)

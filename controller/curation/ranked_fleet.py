@@ -91,12 +91,14 @@ class RankedFleet:
         """The kinds that are offered without pending claims, and the GPUs that offer them (None: all).
 
         These are full GPUs, shares, the smallest profile of each product, and larger profiles in ``asked``. Profiles as
-        large as the GPU are excluded: a claim that matches several profiles takes the first that is offered.
+        large as the GPU are excluded: a claim that matches several profiles takes the first that is offered. Shared
+        devices are chosen in another way (``controller.curation.shared_offers``).
         """
         kinds, profiles = frozenset(self.kinds), self.profiles
         partitions = {**profiles.smallest, **dict.fromkeys(asked.kinds)}
         default = {kind: gpus for kind, gpus in partitions.items() if kind in kinds - profiles.whole}
-        return default | {kind: None for kind in kinds if kind.type is not DeviceKind.PARTITION}
+        others = (kind for kind in kinds if kind.type not in {DeviceKind.PARTITION, DeviceKind.SHARED})
+        return default | dict.fromkeys(others)
 
     def uuid(self, place: FleetPlace) -> str:
         return self.gpus_by_clique[place.clique][place.position].gpu.uuid

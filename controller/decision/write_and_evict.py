@@ -8,6 +8,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from controller.cluster.cache import ClusterCache
@@ -228,7 +229,7 @@ class PlanSpecs:
             uses = view.dedication.gpus
             spec = PlanSpec(
                 epoch=view.status.epoch,
-                held=tuple(sorted(map(str, view.held.values()))),
+                held=tuple(sorted({str(held) for held in (*view.held.values(), *chain(*view.shared.values()))})),
                 offers=tuple(sorted(map(str, offers_of.get(name, ())))),
                 listed=tuple(sorted(map(str, listed_of.get(name, ())))),
                 withdrawn=tuple(sorted(withdrawn_of.get(view.pool, ()))),

@@ -35,6 +35,7 @@ class Demand:
     matchAttribute constraints, those of a node with equal values (an NVLink clique; a single GPU for partitions of one
     GPU). Empty if any GPUs of ``eligible`` will do. ``all_devices``: offer all devices of ``kind`` that are possible on
     ``eligible``: sets of GPUs can't describe what the claim needs, it requests all devices, or no offer served it.
+    ``gib``: what each claim needs of a shared device.
     """
 
     kind: OfferKind
@@ -42,6 +43,7 @@ class Demand:
     eligible: Eligible = None
     together: tuple[frozenset[str], ...] = ()
     all_devices: bool = False
+    gib: int = 0
 
 
 def demand_of(queue: Queue, widened: Mapping[str, Nodes] = NONE) -> list[Demand]:
@@ -62,14 +64,14 @@ def demand_of(queue: Queue, widened: Mapping[str, Nodes] = NONE) -> list[Demand]
         if pending.key in widened:
             demands += _all_of_claim(queue, pending, widened[pending.key])
     demands += [Demand(selected.kind, 1, gpus, all_devices=True) for selected, gpus in _kinds_of_request_for_all(queue)]
-    plain: Counter[tuple[OfferKind, Eligible]] = Counter()
+    plain: Counter[tuple[OfferKind, Eligible, int]] = Counter()
     rest: list[Demand] = []
     for demand in demands:
         if demand.together or demand.all_devices:
             rest.append(demand)
         else:
-            plain[demand.kind, demand.eligible] += demand.count
-    return [*(Demand(kind, count, eligible) for (kind, eligible), count in plain.items()), *rest]
+            plain[demand.kind, demand.eligible, demand.gib] += demand.count
+    return [*(Demand(kind, count, eligible, gib=gib) for (kind, eligible, gib), count in plain.items()), *rest]
 
 
 def nodes_with_requests_for_all(queue: Queue) -> Nodes:
@@ -132,7 +134,8 @@ def _of_kind(
     if request.count != 1:
         query = (request, selected, nodes, attributes)
         together = feasibility.sufficient_gpu_sets(*query) or tuple(map(frozenset, feasibility.gpu_sets(*query)))
-    yield Demand(selected.kind, count, None if anywhere else eligible, together, all_devices=by_placement)
+    chosen = None if anywhere else eligible
+    yield Demand(selected.kind, count, chosen, together, all_devices=by_placement, gib=selected.gib)
 
 
 def _on_one_node(
@@ -165,7 +168,7 @@ def _on_one_node(
     only = frozenset({node})
     small = feasibility.smallest_kinds(joined(all_claims), node) if len(kinds) > 1 else frozenset()
     return [
-        Demand(selected.kind, count, gpus, all_devices=offers_all)
+        Demand(selected.kind, count, gpus, all_devices=offers_all, gib=selected.gib)
         for request in requirements.requests
         for selected, gpus in feasibility.kinds(request.selector, only).items()
         if (not small or selected.kind in small) and (count := feasibility.count(request, selected, only))

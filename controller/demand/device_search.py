@@ -18,7 +18,7 @@ from controller.demand.requirements import AttributeConstraint, ClaimRequirement
 from controller.demand.selected_devices import Matches
 from driver.kube.types import MAX_DEVICES
 from driver.model.device import SLICE_VALUE, share_weight
-from driver.model.offer import SHARE, OfferKind, Spot
+from driver.model.offer import SHARE, SHARED, OfferKind, Spot
 from driver.placement.occupancy import GpuState
 
 NODE_STEPS = 500
@@ -40,9 +40,15 @@ ValueOf = Callable[[FleetGpu, Spot, str], Hashable | None]
 
 @lru_cache(1 << 16)
 def free_spots(state: GpuState, matches: Matches) -> tuple[Spot, ...]:
-    """The spots at which a selected device could be allocated; of shares, which are equivalent, the first."""
+    """The spots at which a selected device could be allocated; of shares, which are equivalent, the first.
+
+    That of a shared device has the GiB that are asked for.
+    """
     free: list[Spot] = []
     for kind, starts in matches.starts_by_kind.items():
+        if kind == SHARED:
+            free += [Spot(SHARED, matches.gib)] if matches.gib <= state.left else []
+            continue
         spots = [spot for spot in state.spots(kind) if starts is None or spot.at in starts]
         free += spots[:1] if kind == SHARE else spots
     return tuple(free)
@@ -51,13 +57,21 @@ def free_spots(state: GpuState, matches: Matches) -> tuple[Spot, ...]:
 @lru_cache(1 << 16)
 def most_devices(state: GpuState, matches: Matches) -> int:
     """The number of selected devices that the GPU can provide at once."""
-    return max((1 + most_devices(state.take(spot), matches) for spot in free_spots(state, matches)), default=0)
+    return max(
+        (
+            state.left // spot.at if spot.kind == SHARED else 1 + most_devices(state.take(spot), matches)
+            for spot in free_spots(state, matches)
+        ),
+        default=0,
+    )
 
 
-def slices_of(state: GpuState, kind: OfferKind) -> float:
-    """The memory slices that a device of ``kind`` takes on such a GPU."""
+def slices_of(state: GpuState, kind: OfferKind, gib: int = 0) -> float:
+    """The memory slices that a device of ``kind``, or ``gib`` of a shared one, takes on such a GPU."""
     if kind == SHARE and state.shares:
         return share_weight(state.shares) * state.geometry.slices / SLICE_VALUE
+    if kind == SHARED:
+        return state.geometry.slices * gib / max(1, state.room)
     windows = state.geometry.windows.get(kind.profile or "", ())
     return float(windows[0].bit_count() if windows else state.geometry.slices)
 
@@ -66,10 +80,10 @@ def refuses_request_for_all(gpu: FleetGpu, matches: Matches) -> bool:
     """Whether the scheduler would refuse a request for all devices here: a selected device is held, or tainted.
 
     Not considered, though published: devices that only overlap a held one, such as listed devices, and the tainted
-    devices of an unhealthy GPU.
+    devices of an unhealthy GPU. A held shared device counts only if it has too little room.
     """
     if any(matches.has(*device.spot) for device in gpu.held):
-        return True
+        return not any(spot.kind == SHARED for spot in free_spots(gpu.state, matches))
     return bool(gpu.tainted) and bool(free_spots(replace(gpu, tainted=()).state, matches))
 
 
@@ -169,7 +183,7 @@ class _DeviceSearch:
         self._steps = 0
 
     def run(self) -> SearchOutcome:
-        if max(self._counts) > MAX_DEVICES or self._needed() > sum(state.free for state in self._states):
+        if max(self._counts) > MAX_DEVICES or self._needed() > sum(state.free for state in self._states) + ROUNDING:
             return SearchOutcome.NO_ROOM
         try:
             satisfied = self._satisfy(0, self._counts, self._states, self._start)
@@ -188,7 +202,7 @@ class _DeviceSearch:
         needed = 0.0
         for request, row in zip(self._requests, self._matches, strict=True):
             pairs = zip(self._states, row, strict=True)
-            sizes = (slices_of(state, kind) for state, matches in pairs for kind in matches.starts_by_kind)
+            sizes = (slices_of(state, kind, matches.gib) for state, matches in pairs for kind in matches.starts_by_kind)
             needed += (request.count or 1) * min(sizes, default=0)
         return needed
 
@@ -253,7 +267,7 @@ class _DeviceSearch:
         choices = self._different_choices(index, states, values)
         if not self._records:
             return choices
-        return iter(sorted(choices, key=lambda choice: slices_of(states[choice[0]], choice[1].kind)))
+        return iter(sorted(choices, key=lambda choice: slices_of(states[choice[0]], *choice[1])))
 
     def _different_choices(self, index: int, states: States, values: Values) -> Iterator[tuple[int, Spot, Values]]:
         tried = set()
@@ -281,6 +295,8 @@ class _DeviceSearch:
                     return False
                 states, values = _taken(states, position, spot), values_after
                 self._chosen.append((index, position, spot))
+                if spot.kind == SHARED:  # one device, however many claims could have it
+                    break
         taken = len(self._chosen) - before
         counts = (*counts[:claim], counts[claim] + taken, *counts[claim + 1 :])
         if taken > 0 and counts[claim] <= MAX_DEVICES and self._satisfy(index + 1, counts, states, values):

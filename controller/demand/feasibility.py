@@ -25,7 +25,8 @@ from controller.demand.device_search import (
 )
 from controller.demand.requirements import AskedKindsMemory, ClaimRequirements, DeviceRequest
 from controller.demand.selected_devices import Selector, Selectors, shared_matches
-from driver.model.offer import OfferKind, Spot
+from driver.model.offer import SHARED, OfferKind, Spot
+from driver.model.shared_memory import GIB
 from driver.placement.occupancy import GpuState
 
 MAX_UNDECIDED_NODES = 4
@@ -46,10 +47,14 @@ Group = frozenset[str]
 
 
 class SelectedKind(NamedTuple):
-    """Devices that a selector selects: their kind, and where their placements start (None: anywhere)."""
+    """Devices that a selector selects: their kind, and where their placements start (None: anywhere).
+
+    ``gib``: what a claim would have of a shared device; 0 for other kinds.
+    """
 
     kind: OfferKind
     starts: frozenset[int] | None
+    gib: int = 0
 
     def has(self, spot: Spot) -> bool:
         return spot.kind == self.kind and (self.starts is None or spot.at in self.starts)
@@ -172,8 +177,8 @@ class Feasibility:
     def state(self, gpu: FleetGpu) -> GpuState:
         if not self._is_ideal:
             return gpu.state
-        geometry = gpu.state.geometry
-        return GpuState(geometry, shares=gpu.shares, taken=(0,) * len(geometry.limits))
+        geometry, room = gpu.state.geometry, gpu.state.room
+        return GpuState(geometry, shares=gpu.shares, taken=(0,) * len(geometry.limits), room=room)
 
     def gpus_on(self, nodes: Nodes) -> Iterator[FleetGpu]:
         return (gpu for gpu in self.fleet if gpu.node in nodes)
@@ -248,8 +253,9 @@ class Feasibility:
             gpus_of: dict[SelectedKind, list[str]] = {}
             for matches, alike in selector.among(self.fleet):
                 gpus = alike if everywhere else [uuid for uuid in alike if fleet[uuid].node in nodes]
-                for selected in matches.starts_by_kind.items() if gpus else ():
-                    gpus_of.setdefault(SelectedKind(*selected), []).extend(gpus)
+                for kind, starts in matches.starts_by_kind.items() if gpus else ():
+                    selected = SelectedKind(kind, starts, matches.gib if kind == SHARED else 0)
+                    gpus_of.setdefault(selected, []).extend(gpus)
             _remember(cache, query, {kind: frozenset(gpus) for kind, gpus in gpus_of.items()}, MAX_SELECTIONS)
         return cache[query]
 
@@ -258,7 +264,10 @@ class Feasibility:
         if self._cache.sizes is None:
             self._cache.sizes = sizes_of(self.fleet)
         sizes, kinds = self._cache.sizes, self.kinds(selector, frozenset(self.fleet.nodes) if nodes is None else nodes)
-        return sorted(kinds, key=lambda selected: (sizes[selected.kind], sorted(selected.starts or ())))
+        of_part = {
+            selected: sizes[SHARED]._replace(memory_bytes=selected.gib * GIB) for selected in kinds if selected.gib
+        }
+        return sorted(kinds, key=lambda item: (of_part.get(item) or sizes[item.kind], sorted(item.starts or ())))
 
     def has_room(
         self, request: DeviceRequest, selected: SelectedKind, nodes: Nodes, attributes: tuple[str, ...]
@@ -306,9 +315,9 @@ class Feasibility:
         """The number of GPUs in the whole fleet that have devices of ``kind``."""
         having = self._cache.having
         if not having:
-            alike = Counter((gpu.state.geometry, bool(gpu.shares)) for gpu in self.fleet)
-            for (geometry, shared), count in alike.items():
-                for offered in GpuState(geometry, shares=int(shared)).offered():
+            alike = Counter((gpu.state.geometry, bool(gpu.shares), gpu.shared is not None) for gpu in self.fleet)
+            for (geometry, divided, shared), count in alike.items():
+                for offered in GpuState(geometry, shares=int(divided), room=int(shared)).offered():
                     having[offered] += count
         return having[kind]
 
@@ -366,7 +375,7 @@ class Feasibility:
 
     def _capacity(self, gpus: Iterable[str], selected: SelectedKind) -> int:
         """The number of ``selected`` devices that these GPUs can provide at once."""
-        only = shared_matches((selected,))
+        only = shared_matches(((selected.kind, selected.starts),), selected.gib)
         return sum(most_devices(self.state(self.fleet.gpus[uuid]), only) for uuid in gpus)
 
     def _refuses_all(self, request: DeviceRequest, node: str) -> bool:

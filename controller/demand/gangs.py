@@ -123,7 +123,8 @@ class GangRoom:
             count = request.count or 1
             most = min(most, sum(most_devices(*pair) for pair in pairs) // count if request.count else 1)
             size += count * min(
-                (slices_of(state, kind) for state, matches in pairs for kind in matches.starts_by_kind), default=0.0
+                (slices_of(state, kind, matches.gib) for state, matches in pairs for kind in matches.starts_by_kind),
+                default=0.0,
             )
         if size:
             most = min(most, (sum(state.free for state in states) + ROUNDING) // size)

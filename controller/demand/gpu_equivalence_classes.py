@@ -9,9 +9,10 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from controller.cluster.fleet import Fleet, FleetGpu, Hardware
-from driver.model.device import Device, full_device, partition_device, share_device
+from driver.model.device import Device, full_device, partition_device, share_device, shared_device
 from driver.model.gpu import Gpu
 from driver.model.offer import DeviceKind
+from driver.model.shared_memory import SharedMemory
 from driver.slices.attributes import FACTS, Value
 
 PLACEMENT_ATTRIBUTE = "placementStart"
@@ -38,7 +39,7 @@ class EquivalenceClasses:
 
     def __init__(self, names: Names) -> None:
         self.names = names
-        self._classified: dict[str, tuple[Gpu, int, tuple[int, ...]]] = {}
+        self._classified: dict[str, tuple[Gpu, int, SharedMemory | None, tuple[int, ...]]] = {}
         self._numbers: dict[Hashable, int] = {}
         self._next_number = count()  # unlike the size of a dict never the same for two threads
         self._by_facts: dict[Hashable, tuple[int, ...]] | None = (
@@ -62,23 +63,23 @@ class EquivalenceClasses:
     def of(self, gpu: FleetGpu) -> tuple[int, ...]:
         """A number for each kind of device that the GPU has; equal numbers mean equivalent devices."""
         remembered = self._classified.get(gpu.gpu.uuid)
-        if remembered is None or remembered[0] is not gpu.gpu or remembered[1] != gpu.shares:
-            remembered = self._classified[gpu.gpu.uuid] = (gpu.gpu, gpu.shares, self._classify(gpu))
-        return remembered[2]
+        if remembered is None or remembered[0] is not gpu.gpu or remembered[1:3] != (gpu.shares, gpu.shared):
+            remembered = self._classified[gpu.gpu.uuid] = (gpu.gpu, gpu.shares, gpu.shared, self._classify(gpu))
+        return remembered[3]
 
     def _classify(self, gpu: FleetGpu) -> tuple[int, ...]:
         if self._by_facts is None:
             return tuple(self._number(gpu, example) for example in examples_of(gpu))
         link = gpu.gpu.nvlink
         links = None if link is None else (link.generation, link.links, link.bandwidth)
-        facts = (COMMON_FACTS(gpu.gpu), links, gpu.state.geometry, gpu.shares)
+        facts = (COMMON_FACTS(gpu.gpu), links, gpu.state.geometry, gpu.shares, gpu.shared)
         if facts not in self._by_facts:
             self._by_facts[facts] = tuple(self._number(gpu, example) for example in examples_of(gpu))
         return self._by_facts[facts]
 
     def _number(self, gpu: FleetGpu, example: Device) -> int:
         """The attributes of all devices of a kind follow from the GPU's geometry and capacity and from one device."""
-        size = (gpu.state.geometry, gpu.gpu.memory_bytes, gpu.gpu.multiprocessors)
+        size = (gpu.state.geometry, gpu.gpu.memory_bytes, gpu.gpu.multiprocessors, example.shared)
         key = (example.kind, *size, facts_of(example, self.names))
         return self._numbers.setdefault(key, next(self._next_number))
 
@@ -99,6 +100,9 @@ def representatives(gpu: FleetGpu, kind: DeviceKind, *, each_placement: bool) ->
     elif kind is DeviceKind.SHARE:
         if gpu.shares:
             yield [share_device(gpu.gpu, gpu.number, 0, gpu.shares)]
+    elif kind is DeviceKind.SHARED:
+        if gpu.shared is not None:
+            yield [shared_device(gpu.gpu, gpu.number, gpu.shared)]
     else:
         for profile in gpu.gpu.profiles:
             if placements := profile.placements if each_placement else profile.placements[:1]:

@@ -43,6 +43,9 @@ from driver.kube.types import (
 )
 from driver.slices.slice_names import Pool
 
+Holders = Mapping[tuple[str, str], tuple[str, ...]]
+"""The claims (``namespace/name``) that have a device, by node and name of the device."""
+
 
 @dataclass(frozen=True, eq=False)
 class PendingClaim:
@@ -247,7 +250,8 @@ class Queue:
         A tenant chooses the size of a gang, so the number is limited to the devices that the fleet can have at once.
         """
         incomplete = [gang for gang in self.gangs if gang.missing]
-        most = sum(max(gpu.gpu.memory_slices, gpu.shares) for gpu in self.feasibility.fleet) if incomplete else 0
+        fleet = self.feasibility.fleet if incomplete else ()
+        most = sum(max(gpu.gpu.memory_slices, gpu.shares, gpu.state.room) for gpu in fleet)
         for gang in incomplete:
             for claim in self.of_pod(gang.pods[0]):
                 if len(claim.pods) == 1 and claim.key not in self.gangs_without_room:
@@ -261,12 +265,13 @@ class Queue:
         return sorted(by_name, key=lambda pod: (-pod.spec.priority, pod.metadata.creation_timestamp or ""))
 
     @cached_property
-    def holders(self) -> dict[tuple[str, str], str]:
-        """The claim (``namespace/name``) to which a device is allocated, by node and name of the device."""
+    def holders(self) -> Holders:
+        """The claims to which each device is allocated."""
+        driver, holders = self.feasibility.matching.driver, self.cluster.claims.holders
         return {
-            (node, device): held.claim
+            (node, device): tuple(holding.claim for holding in holdings)
             for node in self.feasibility.fleet.nodes
-            for device, held in self.cluster.claims.held(Pool(node, self.feasibility.matching.driver).name).items()
+            for device, holdings in holders(Pool(node, driver).name).items()
         }
 
     def combinations(self, pod: Pod) -> Iterator[ClaimRequirements]:

@@ -29,7 +29,8 @@ from driver.kube.types import (
     Request,
     Toleration,
 )
-from driver.model.offer import OfferKind
+from driver.model.offer import SHARED, OfferKind
+from driver.model.shared_memory import MEMORY_CAPACITY
 
 MAX_COMBINATIONS = 64
 """Combinations of a claim's alternatives that are considered, in the scheduler's order."""
@@ -177,11 +178,11 @@ class RequirementsReader:
         device_class = self._classes.get(alternative.device_class_name)
         if device_class is None:
             return None
-        amounts = None if alternative.capacity is None else alternative.capacity.requests
+        amounts = {} if alternative.capacity is None else alternative.capacity.requests
         conditions = tuple(_capacity_conditions(driver, amounts)) if amounts else ()
         charged_namespace = namespace if alternative.selectors or conditions else ""
         expressions = tuple(_texts((*device_class.spec.selectors, *alternative.selectors)))
-        return self._selectors.selector(expressions, conditions, charged_namespace)
+        return self._selectors.selector(expressions, conditions, amounts.get(MEMORY_CAPACITY), charged_namespace)
 
     def _selector(
         self, request: Request, alternative: ExactDeviceRequest, namespace: str
@@ -259,17 +260,22 @@ def _refused(request: str, error: CelError) -> RefusedRequest:
 
 
 class AskedKinds(NamedTuple):
-    """``kinds``: the smallest that each request selects. ``choices``: all of them, for requests that select several."""
+    """``kinds``: the smallest that each request selects. ``choices``: all of them, for requests that select several.
+
+    ``gib``: the most memory of a shared device that a request asks for; 0: none asks for any.
+    """
 
     kinds: frozenset[OfferKind] = frozenset()
     choices: frozenset[frozenset[OfferKind]] = frozenset()
+    gib: int = 0
 
 
 NOTHING_ASKED = AskedKinds()
 
 
-SmallestFirst = Callable[[Selector], Sequence[tuple[OfferKind, frozenset[int] | None]]]
-"""Returns what a selector selects in the whole cluster, the smallest first: kinds, and starts of their placements."""
+SmallestFirst = Callable[[Selector], Sequence[tuple[OfferKind, frozenset[int] | None, int]]]
+"""Returns what a selector selects in the whole cluster, the smallest first: kinds, starts of their placements, and what
+a claim would have of a shared device."""
 
 
 @dataclass
@@ -300,18 +306,21 @@ class AskedKindsMemory:
             self.asked = AskedKinds(
                 frozenset[OfferKind]().union(*(asked.kinds for asked in by_spec)),
                 frozenset[frozenset[OfferKind]]().union(*(asked.choices for asked in by_spec)),
+                max((asked.gib for asked in by_spec), default=0),
             )
         return self.asked
 
 
 def _asked_by(spec: ClaimSpec, namespace: str, reader: RequirementsReader, smallest_first: SmallestFirst) -> AskedKinds:
-    kinds, choices = set[OfferKind](), set[frozenset[OfferKind]]()
+    kinds, choices, gib = set[OfferKind](), set[frozenset[OfferKind]](), 0
     requirements = reader.read(Claim(Metadata("", namespace), spec)).requirements
     combinations = () if isinstance(requirements, RefusedRequest) else requirements
     requests = (request for combination in combinations for request in combination.requests)
     for selector in {request.selector for request in requests if request.count is not None}:
-        selected = [kind for kind, _ in smallest_first(selector)]
-        kinds |= {*selected[:1]}
-        if len(selected) > 1:
-            choices.add(frozenset(selected))
-    return AskedKinds(frozenset(kinds), frozenset(choices))
+        selected = smallest_first(selector)
+        kinds |= {kind for kind, *_ in selected[:1]}
+        gib = max([gib, *(part for *_, part in selected[:1])])
+        exclusive = frozenset(kind for kind, *_ in selected if kind != SHARED)
+        if len(exclusive) > 1:
+            choices.add(exclusive)
+    return AskedKinds(frozenset(kinds), frozenset(choices), gib)

@@ -26,8 +26,10 @@ from controller.demand.gpu_equivalence_classes import (
 from controller.demand.namespace_selector_time import BUDGET_SECONDS, EXHAUSTED, BudgetExhausted, SelectorTime
 from deviceclasses.cel.engine import CelDevice, Program, from_slice_device, try_compile
 from driver.errors import CelError
+from driver.kube.types import Quantity
 from driver.model.device import Device, Monitor
 from driver.model.offer import DeviceKind, OfferKind, Spot
+from driver.model.shared_memory import MEMORY_CAPACITY, gib_of
 from driver.slices.attributes import STANDARD, attributes, capacity, monitor_attributes
 
 MAX_SELECTORS = 512
@@ -67,12 +69,14 @@ class Rejection(NamedTuple):
 class Matches:
     """The devices of one GPU that a request selects: the starts of placements of each kind, or None for all.
 
+    ``gib``: what a claim would have of the shared device; 0 if that is not selected.
     Equal matches without failures are one shared object, so it is compared by identity. ``failures``: devices, of this
     GPU or of an equivalent one, for which evaluation fails.
     """
 
     starts_by_kind: Mapping[OfferKind, frozenset[int] | None]
     failures: tuple[SelectorFailure, ...] = ()
+    gib: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.starts_by_kind)
@@ -86,18 +90,20 @@ class Matches:
         for spot in spots:
             if self.has(*spot):
                 starts.setdefault(spot.kind, set()).add(spot.at)
-        return shared_matches(tuple((kind, frozenset(numbers)) for kind, numbers in starts.items()))
+        return shared_matches(tuple((kind, frozenset(numbers)) for kind, numbers in starts.items()), self.gib)
 
 
 @lru_cache(1 << 12)
-def shared_matches(starts_by_kind: tuple[tuple[OfferKind, frozenset[int] | None], ...]) -> Matches:
-    return Matches(dict(starts_by_kind))
+def shared_matches(starts_by_kind: tuple[tuple[OfferKind, frozenset[int] | None], ...], gib: int = 0) -> Matches:
+    return Matches(dict(starts_by_kind), gib=gib)
 
 
 def _matches_of(
-    starts_by_kind: Mapping[OfferKind, frozenset[int] | None], failures: tuple[SelectorFailure, ...]
+    starts_by_kind: Mapping[OfferKind, frozenset[int] | None], failures: tuple[SelectorFailure, ...], gib: int = 0
 ) -> Matches:
-    return Matches(starts_by_kind, failures) if failures else shared_matches(tuple(starts_by_kind.items()))
+    if failures:
+        return Matches(starts_by_kind, failures, gib)
+    return shared_matches(tuple(starts_by_kind.items()), gib)
 
 
 class Selector:
@@ -109,11 +115,16 @@ class Selector:
         programs: tuple[Program, ...],
         classes: EquivalenceClasses,
         time: SelectorTime,
+        memory: Quantity | None,
         *,
         reads_our_attributes: bool,
     ) -> None:
-        """``reads_our_attributes``: it reads attributes of this driver, so it selects no other driver's devices."""
+        """``reads_our_attributes``: it reads attributes of this driver, so it selects no other driver's devices.
+
+        ``memory``: how much the request asks for, as written; None: it does not say.
+        """
         self._time = time
+        self.memory = memory
         self.reads_our_attributes = reads_our_attributes
         self.expressions = tuple(program.expression for program in programs)
         self._driver = driver
@@ -171,6 +182,7 @@ class Selector:
 
     def _select(self, gpu: FleetGpu, kind: DeviceKind) -> Matches:
         starts_by_kind: dict[OfferKind, frozenset[int] | None] = {}
+        gib = 0
         failures: list[SelectorFailure] = []
         for devices in representatives(gpu, kind, each_placement=self._by_placement):
             verdicts = [(device, self._timed_verdict(device)) for device in devices]
@@ -179,7 +191,15 @@ class Selector:
             if selected:
                 starts = frozenset(device.placement.start for device in selected if device.placement)
                 starts_by_kind[devices[0].spot.kind] = None if len(selected) == len(devices) else starts
-        return _matches_of(starts_by_kind, tuple(failures))
+            if kind is DeviceKind.SHARED and selected and not (gib := self._gib_of(selected[0])):
+                starts_by_kind.clear()  # the claim asks for more than the whole
+        return _matches_of(starts_by_kind, tuple(failures), gib)
+
+    def _gib_of(self, device: Device) -> int:
+        """The GiB that a claim would have of a shared device; 0: that would be more than the whole."""
+        whole = 0 if device.shared is None else device.shared.gib
+        gib = gib_of(None if self.memory is None else {MEMORY_CAPACITY: str(self.memory)}, whole) or 1
+        return gib if gib <= whole else 0
 
     def met(self, fleet: Fleet, conditions: Sequence[str]) -> Met:
         """Which ``conditions`` each device meets, of equivalent GPUs the first; empty if that takes too long."""
@@ -225,7 +245,7 @@ class Selector:
 class NamespaceSelectors(NamedTuple):
     """The remembered selectors of one namespace, by their expressions, and its budget for more."""
 
-    selector: Callable[[tuple[str, ...], tuple[str, ...]], Selector | CelError]
+    selector: Callable[[tuple[str, ...], tuple[str, ...], Quantity | None], Selector | CelError]
     time: SelectorTime
 
 
@@ -241,9 +261,13 @@ class Selectors:
         self._classes = lru_cache(MAX_SELECTORS)(EquivalenceClasses)
 
     def selector(
-        self, expressions: tuple[str, ...], capacity_conditions: tuple[str, ...] = (), namespace: str = ""
+        self,
+        expressions: tuple[str, ...],
+        capacity_conditions: tuple[str, ...] = (),
+        memory: Quantity | None = None,
+        namespace: str = "",
     ) -> Selector | CelError:
-        """The selector made of all these expressions, or why one of them is refused.
+        """The selector made of all these expressions, or why one of them is refused. ``memory``: what is requested.
 
         The time for it counts for ``namespace``, that of the claim; "" for the expressions of a DeviceClass alone.
         """
@@ -260,10 +284,14 @@ class Selectors:
                     other for other, selectors in self.namespaces.items() if other != namespace and selectors.time.full
                 )
                 self.namespaces.pop(next(idle, ""), None)
-        return remembered.selector(expressions, capacity_conditions)
+        return remembered.selector(expressions, capacity_conditions, memory)
 
     def _selector(
-        self, time: SelectorTime, expressions: tuple[str, ...], capacity_conditions: tuple[str, ...]
+        self,
+        time: SelectorTime,
+        expressions: tuple[str, ...],
+        capacity_conditions: tuple[str, ...],
+        memory: Quantity | None,
     ) -> Selector | CelError:
         programs: list[Program] = []
         for expression in (*expressions, *capacity_conditions):
@@ -276,7 +304,7 @@ class Selectors:
             programs.append(program)
         classes = self._classes(_names(self.driver, programs))
         read = {domain for program in programs[: len(expressions)] for _, domain, _ in program.reads}
-        return Selector(self.driver, tuple(programs), classes, time, reads_our_attributes=self.driver in read)
+        return Selector(self.driver, tuple(programs), classes, time, memory, reads_our_attributes=self.driver in read)
 
     def value(self, gpu: FleetGpu, spot: Spot, attribute: str) -> Hashable | None:
         """The value that constraints compare: a device's attribute, by its full name; None where it has none."""
@@ -299,7 +327,8 @@ def _joined(parts: list[Matches]) -> Matches:
     if len(parts) == 1:
         return parts[0]
     starts_by_kind = {kind: starts for part in parts for kind, starts in part.starts_by_kind.items()}
-    return _matches_of(starts_by_kind, tuple(failure for part in parts for failure in part.failures))
+    gib = max((part.gib for part in parts), default=0)
+    return _matches_of(starts_by_kind, tuple(failure for part in parts for failure in part.failures), gib)
 
 
 def _names(driver: str, programs: Sequence[Program]) -> Names:

@@ -20,6 +20,7 @@ from driver.errors import NOT_FOUND, ApiError
 from driver.kube.client import KubeClient
 from driver.kube.get_and_list import read_claim
 from driver.kube.types import Claim, Pod
+from driver.model.device import is_shared
 from driver.model.plan import Held
 from driver.slices.slice_names import Pool
 
@@ -33,48 +34,77 @@ two attempts, too."""
 
 
 class Conflict(NamedTuple):
-    """Devices of one node, the same or overlapping ones, that two claims hold."""
+    """Devices of one node, the same or overlapping ones, that two claims hold.
+
+    ``room``: of a shared device the GiB that its claims, here all of them, can have; they have more.
+    """
 
     node: str
     devices: tuple[Held, ...]
+    room: int = 0
 
 
 class RefusedClaim(NamedTuple):
-    """The claim of a conflict that the node can't prepare: ``device`` overlaps ``held``, which another claim has."""
+    """The claim of a conflict that the node can't prepare: ``device`` overlaps ``held``, which another claim has.
+
+    ``conflict`` says the same for people.
+    """
 
     claim: Claim
     device: Held
     held: Held
+    conflict: str
 
 
 def conflicts_on(node: str, gpus: Iterable[FleetGpu], holders: Mapping[str, Sequence[Held]]) -> frozenset[Conflict]:
     """The conflicts on one node; ``holders`` are the claims that hold each device, by name."""
-    devices = {(name, name) for name, claims in holders.items() if len(claims) > 1}
-    devices |= {pair for gpu in gpus for pair in gpu.overlaps}
+    devices = {(name, name) for name, claims in holders.items() if len(claims) > 1 and not is_shared(name)}
+    overdrawn = set[Conflict]()
+    for gpu in gpus:
+        for first, second in gpu.overlaps:
+            if first == second and is_shared(first):
+                overdrawn.add(Conflict(node, tuple(sorted(holders.get(first, ()), key=str)), gpu.state.room))
+            else:
+                devices.add((first, second))
     pairs = (pair for first, second in devices for pair in product(holders.get(first, ()), holders.get(second, ())))
-    return frozenset(Conflict(node, tuple(sorted(pair, key=str))) for pair in pairs if pair[0].claim != pair[1].claim)
+    conflicts = (Conflict(node, tuple(sorted(pair, key=str))) for pair in pairs if pair[0].claim != pair[1].claim)
+    return frozenset(conflicts) | overdrawn
 
 
 def refused_claim(conflict: Conflict, claims: Sequence[Claim], driver: str) -> RefusedClaim | None:
-    """``claims``: those of the conflict. None unless both have their devices, and the node has prepared one of them."""
+    """The newest that the node has not prepared, of ``claims``, those of the conflict.
+
+    None unless all have their devices, and the node has prepared some of them and, of two, not both.
+    """
     pool = Pool(conflict.node, driver).name
-    unprepared = []
-    for claim, device, held in zip(claims, conflict.devices, reversed(conflict.devices), strict=True):
+    unprepared, prepared = list[tuple[Claim, Held]](), list[Held]()
+    for claim, device in zip(claims, conflict.devices, strict=True):
         place = (driver, pool, device.device)
         results = (result for result in claim.results if not result.admin_access)
         if place not in {(result.driver, result.pool, result.device) for result in results}:
             return None
         statuses = (status for status in claim.status.devices if (status.driver, status.pool, status.device) == place)
-        if not any(condition.type == "Ready" for status in statuses for condition in status.conditions):
-            unprepared.append(RefusedClaim(claim, device, held))
-    return unprepared[0] if len(unprepared) == 1 else None
+        if any(condition.type == "Ready" for status in statuses for condition in status.conditions):
+            prepared.append(device)
+        else:
+            unprepared.append((claim, device))
+    if not prepared or not unprepared:
+        return None
+    claim, device = max(unprepared, key=lambda pair: (pair[0].metadata.creation_timestamp or "", pair[1].claim))
+    return RefusedClaim(claim, device, prepared[0], _described(conflict, device, prepared[0]))
+
+
+def _described(conflict: Conflict, refused: Held, held: Held) -> str:
+    """What is wrong with the device ``refused``: the end of a sentence."""
+    if conflict.room:
+        allocated = sum(device.gib or conflict.room for device in conflict.devices)
+        return f"of whose {conflict.room} GiB claims have {allocated}"
+    overlap = "which" if refused.device == held.device else f"which overlaps {held.device}, which"
+    return f"{overlap} claim {held.claim} holds"
 
 
 def message_of(pod: Pod, refused: RefusedClaim, node: str, owner_limit: str | None = None) -> str:
-    refused_device, held = refused.device, refused.held
-    overlap = "which" if refused_device.device == held.device else f"which overlaps {held.device}, which"
-    allocated = f"claim {refused_device.claim} was allocated {refused_device.device} of node {node}"
-    cause = f"{allocated}, {overlap} claim {held.claim} holds"
+    cause = f"claim {refused.device.claim} was allocated {refused.device.device} of node {node}, {refused.conflict}"
     if owner_limit is not None:
         return f"{cause}: this pod can not start; it is not evicted, because {owner_limit}"
     if pod.controller is not None:

@@ -15,20 +15,22 @@ from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.device_search import SearchOutcome
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.node_eligibility import Excluded, Exclusion
-from controller.demand.pending_claims import PendingClaim, Queue
+from controller.demand.pending_claims import Holders, PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements, DeviceRequest, RefusedRequest, joined
 from controller.explain.sources.no_free_device import Reasoning
 from controller.explain.sources.selected_gpus import (
     Availability,
     Obstacle,
     by_obstacle,
+    held_with_claims,
     holders_of,
     listed,
     tainting_rules,
     without,
 )
-from driver.kube.types import PAUSED
+from driver.kube.types import PAUSED, CapacityRequirements
 from driver.model.gpu import MigMode
+from driver.model.shared_memory import MEMORY_CAPACITY
 
 MAX_TRIED = 20_000
 """Sets of claims that are tried on one node in the search for the smallest."""
@@ -42,7 +44,7 @@ MAX_UNITS = 512
 MAX_CHANGES = 5
 """Changes of one kind that are listed."""
 
-REQUEST_CHANGES = {"count", "constraint"}
+REQUEST_CHANGES = {"count", "memory", "constraint"}
 """Kinds of changes of the claim itself: if nothing else helps, changes of several GPUs are tried, too."""
 
 
@@ -94,7 +96,7 @@ def changes_that_help(reasoning: Reasoning, pending: PendingClaim) -> list[Helpf
         also = f", and the selectors of request {listed(failing)} failed on no device"
         changes = [replace(change, text=change.text + also) for change in changes]
     if len(queue.of_pod(pending.pods[0])) == 1 and not pending.not_created:
-        changes += _of_class(queue, pending)
+        changes += [*_of_memory(queue, pending), *_of_class(queue, pending)]
     return list({change.text: change for change in changes}.values())
 
 
@@ -106,7 +108,7 @@ def smallest_release(
     feasibility: Feasibility,
     requirements: ClaimRequirements,
     nodes: Nodes,
-    claim_of: Mapping[tuple[str, str], str],
+    claims: Holders,
 ) -> Release | None:
     """The fewest claims of one node after whose end it satisfies ``requirements``; None if even all are not enough."""
     best: Release | None = None
@@ -116,9 +118,9 @@ def smallest_release(
         gpus = feasibility.fleet.nodes[node]
         if not feasibility.fits_on([entry.unheld for entry in gpus], requirements):
             continue
-        holders = holders_of(gpus, claim_of)
+        holders = holders_of(gpus, claims)
         limit = len(best.claims) - 1 if best is not None else len(holders)
-        ended, exact = _fewest(feasibility, gpus, requirements, holders, claim_of, limit)
+        ended, exact = _fewest(feasibility, gpus, requirements, holders, claims, limit)
         smallest &= exact
         if ended is not None:
             best = Release(node, ended, smallest=True)
@@ -132,7 +134,7 @@ def _fewest(
     gpus: Sequence[FleetGpu],
     requirements: ClaimRequirements,
     holders: Sequence[str],
-    claim_of: Mapping[tuple[str, str], str],
+    claims: Holders,
     limit: int,
 ) -> tuple[tuple[str, ...] | None, bool]:
     """At most ``limit`` of ``holders`` that must end, None if no such set was found; and whether the answer is certain.
@@ -143,7 +145,7 @@ def _fewest(
     def enough(ended: Iterable[str]) -> bool:
         gone = set(ended)
         remaining = [
-            entry.holding(device for device in entry.held if claim_of.get((entry.node, device.name)) not in gone)
+            entry.holding(device for device, of in held_with_claims(entry, claims) if not of or not gone.issuperset(of))
             for entry in gpus
         ]
         return feasibility.fits_on(remaining, requirements)
@@ -220,7 +222,7 @@ TEXTS = {
 
 def _of_several(
     feasibility: Feasibility,
-    claim_of: Mapping[tuple[str, str], str],
+    claims: Holders,
     requirements: ClaimRequirements,
     available: Sequence[Availability],
 ) -> HelpfulChange | None:
@@ -240,7 +242,7 @@ def _of_several(
                 cleared, fleet = others, changed
         if not feasibility.fits_on(list(fleet), requirements):
             imagined = Feasibility(fleet, feasibility.matching, is_hypothetical=True)
-            release = smallest_release(imagined, requirements, frozenset({limited[0].node}), claim_of)
+            release = smallest_release(imagined, requirements, frozenset({limited[0].node}), claims)
             if release is None:
                 continue
             ended = release.claims
@@ -354,6 +356,24 @@ def _of_constraints(feasibility: Feasibility, requirements: ClaimRequirements, n
             values = "different values" if distinct else "the same value"
             field = "distinctAttribute" if distinct else "matchAttribute"
             yield HelpfulChange("constraint", f"its devices did not need {values} of {attribute} ({field})")
+
+
+def _of_memory(queue: Queue, pending: PendingClaim) -> Iterator[HelpfulChange]:
+    """The same claim for less memory of a shared GPU, if it has one request."""
+    [request, *others] = pending.claim.spec.devices.requests
+    exact, nodes = request.exactly, queue.nodes(pending)
+    gib = max((gpu.state.left for gpu in queue.feasibility.gpus_on(nodes)), default=0)
+    if others or exact is None or exact.takes_all or exact.admin_access or not gib:
+        return
+    amounts = {} if exact.capacity is None else exact.capacity.requests
+    less = replace(exact, capacity=CapacityRequirements({**amounts, MEMORY_CAPACITY: f"{gib}Gi"}))
+    selector = queue.reader.selector_of(less, pending.claim.metadata.namespace)
+    if selector is None:
+        return
+    requirements = ClaimRequirements((DeviceRequest(request.name, selector, exact.count),))
+    if queue.feasibility.find_node(requirements, nodes).outcome is SearchOutcome.FITS:
+        instead = amounts.get(MEMORY_CAPACITY, "all")
+        yield HelpfulChange("memory", f"request {request.name} asked for memory {gib}Gi instead of {instead}")
 
 
 def _of_class(queue: Queue, pending: PendingClaim) -> Iterator[HelpfulChange]:

@@ -14,7 +14,8 @@ from controller.cluster.fleet import Fleet
 from controller.demand.pending_claims import Queue
 from controller.demand.requirements import RefusedRequest
 from driver.kube.types import Claim
-from driver.model.device import Device
+from driver.model.device import Device, is_shared
+from driver.model.offer import SHARED
 
 MOST_NOTED = 10_000
 """Allocations between two decisions that are looked at."""
@@ -54,11 +55,13 @@ def _larger(queue: Queue, fleet: Fleet, claim: Claim) -> Iterator[Device]:
     driver = queue.feasibility.matching.driver
     for result in claim.results:
         request = requests.get(result.request)
-        if request is None or result.driver != driver or result.admin_access:
+        # A claim has as much of a shared device as it asks for.
+        if request is None or result.driver != driver or result.admin_access or is_shared(result.device):
             continue
         for gpu in fleet.nodes.get(result.pool.removesuffix(f"-{driver}"), ()):
             device, accepted = gpu.device_named(result.device), request.selector.on(gpu)
             # Equal layouts have equal devices, but of GPUs without MIG not equal sizes.
-            others = [gpu.device(spot) for spot in gpu.layout.devices if accepted.has(*spot)] if device else []
+            exclusive = [spot for spot in gpu.layout.devices if spot.kind != SHARED]
+            others = [gpu.device(spot) for spot in exclusive if accepted.has(*spot)] if device else []
             if device and any(other and other.memory_bytes < device.memory_bytes for other in others):
                 yield device

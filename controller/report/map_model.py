@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 
@@ -14,14 +15,14 @@ from controller.report.slice_states import (
     RequestedKinds,
     SliceState,
     is_divided,
-    share_values,
+    parts_of,
     slice_masks,
     slices_by_state,
 )
 from controller.report.unprepared_claims import sentence
 from driver.kube.types import Claim, GpuNodePlan, Key, Node
 from driver.model.device import SLICE_VALUE, Device, is_monitor
-from driver.model.offer import DeviceKind, Offer, OfferKind
+from driver.model.offer import SHARED, DeviceKind, Offer, OfferKind
 from driver.model.plan import Held, PlanMode
 from driver.placement.occupancy import GpuState
 from driver.slices.slice_names import Pool
@@ -51,7 +52,8 @@ class MapSpan(Value, frozen=True):
 
     ``devices`` has the held device, or those that a new claim may be allocated here, largest first, and ``kinds`` what
     they are: ``full``, ``share``, or a profile. ``slices`` is the number of memory slices; a share has a part of each.
-    ``foreign``: under a partition that Tessera did not create.
+    ``foreign``: under a partition that Tessera did not create. ``memory_gib``: of a shared device what the claim has of
+    it, or what claims can still get; None: it is another device.
     """
 
     start: int
@@ -62,6 +64,7 @@ class MapSpan(Value, frozen=True):
     kinds: tuple[str, ...] = ()
     holder: Holder | None = None
     foreign: bool = False
+    memory_gib: int | None = None
 
 
 class FreePartition(Value, frozen=True, order=True):
@@ -76,9 +79,11 @@ class MapGpu(Value, frozen=True):
     """A GPU with its spans in order of their starts.
 
     ``slices`` counts its memory slices by state. ``shares`` is the number of its shares, 0 if it has none;
-    ``is_divided``: the spans are shares. ``is_whole``: nothing is held on it, and it can be allocated as a full GPU.
-    ``largest_partition`` is the largest that fits. ``cordon`` is the operator's reason, which ``fault`` repeats as soon
-    as the node has taken it over. ``overlaps`` are pairs of held devices that have the same memory, a defect.
+    ``shared_memory_gib`` what claims can have of its shared device, 0 if it has none; ``is_divided``: the spans are
+    shares, or what each claim has of the shared device. ``is_whole``: nothing is held on it, and it can be allocated as
+    a full GPU. ``largest_partition`` is the largest that fits. ``cordon`` is the operator's reason, which ``fault``
+    repeats as soon as the node has taken it over. ``overlaps`` are pairs of held devices that have the same memory, a
+    defect; of a shared device whose claims have more than its memory, its name twice.
     """
 
     number: int
@@ -89,6 +94,7 @@ class MapGpu(Value, frozen=True):
     mig_mode: str
     slices: Mapping[SliceState, float]
     shares: int
+    shared_memory_gib: int
     is_divided: bool
     is_whole: bool
     largest_partition: FreePartition | None
@@ -236,8 +242,10 @@ def _gpu(
         largest[state] = _largest_partition(entry)
     offered = [device for offer in offers if (device := entry.device(offer.spot)) is not None]
     spans = list(_held_spans(entry, holders))
-    if is_divided(entry):
-        spans += _other_shares(entry, share_values(entry, offers), offered)
+    if state.used:
+        spans += _rest_of_memory(entry, parts_of(entry, offers), offered)
+    elif is_divided(entry):
+        spans += _other_shares(entry, parts_of(entry, offers), offered)
     else:
         spans += _other_spans(entry, slice_masks(entry, offers, kinds), offered)
         spans.sort(key=lambda span: (span.start, span.devices))
@@ -250,6 +258,7 @@ def _gpu(
         mig_mode=gpu.mig_mode.value,
         slices=slices_by_state(entry, offers, kinds),
         shares=entry.shares,
+        shared_memory_gib=state.room,
         is_divided=is_divided(entry),
         is_whole=state.whole,
         largest_partition=largest[state],
@@ -274,12 +283,27 @@ def _largest_partition(entry: FleetGpu) -> FreePartition | None:
 
 
 def _held_spans(entry: FleetGpu, holders: Mapping[str, tuple[Holder, ...]]) -> Iterator[MapSpan]:
+    of_memory = Counter[str]()
     for device in sorted(entry.held, key=lambda each: (_start(each), each.name)):
         size = device.mask.bit_count()
-        slices = size * device.weight / SLICE_VALUE
-        kinds = (str(device.spot.kind),)
-        for holder in holders.get(device.name) or (None,):
-            yield MapSpan(_start(device), size, slices, SliceState.HELD, (device.name,), kinds, holder)
+        slices, gib = size * device.weight / SLICE_VALUE, None
+        kinds, claims = (str(device.spot.kind),), holders.get(device.name, ())
+        if device.kind is DeviceKind.SHARED:
+            gib, place = device.spot.at, of_memory[device.name]
+            slices, claims = size * gib / max(entry.state.room, entry.state.used), claims[place : place + 1]
+            of_memory[device.name] += 1
+        for holder in claims or (None,):
+            span = MapSpan(_start(device), size, slices, SliceState.HELD, (device.name,), kinds, holder)
+            yield span if gib is None else msgspec.structs.replace(span, memory_gib=gib)
+
+
+def _rest_of_memory(entry: FleetGpu, parts: Mapping[SliceState, int], offered: Iterable[Device]) -> Iterator[MapSpan]:
+    """What claims do not have yet of the shared device."""
+    total, names = entry.gpu.memory_slices, tuple(device.name for device in offered)
+    for state, gib in parts.items():
+        if gib and state is not SliceState.HELD:
+            slices, devices = total * gib / sum(parts.values()), names if state is SliceState.OFFERED else ()
+            yield MapSpan(0, total, slices, state, devices, (str(SHARED),), memory_gib=gib)
 
 
 def _other_shares(entry: FleetGpu, values: Mapping[SliceState, int], offered: Iterable[Device]) -> Iterator[MapSpan]:

@@ -102,23 +102,27 @@ def slices_by_state(
 ) -> Mapping[SliceState, float]:
     """The number of a GPU's memory slices in each state."""
     if is_divided(entry):
-        parts = share_values(entry, offers)
-        return {state: entry.gpu.memory_slices * part / SLICE_VALUE for state, part in parts.items() if part}
+        parts = parts_of(entry, offers)
+        return {state: entry.gpu.memory_slices * part / sum(parts.values()) for state, part in parts.items() if part}
     masks = slice_masks(entry, offers, requested)
     return {state: mask.bit_count() for state, mask in masks.items() if mask}
 
 
 def is_divided(entry: FleetGpu) -> bool:
-    """Whether shares are held, or nothing else can be."""
-    return bool(entry.state.shared) or (entry.shares_only and not entry.state.mask)
+    """Whether claims have parts of every slice, or nothing else can be held."""
+    is_shared = entry.state.shared or entry.state.used
+    return bool(is_shared) or (entry.shares_only and not entry.state.mask)
 
 
-def share_values(entry: FleetGpu, offers: Iterable[Offer]) -> Mapping[SliceState, int]:
-    """What shares in each state have of every slice of a divided GPU, of SLICE_VALUE."""
-    held = entry.state.shared
-    unheld = max(0, SLICE_VALUE - held)
-    shares = sum(offer.spot.kind.type is DeviceKind.SHARE for offer in offers) if entry.fault is None else 0
-    offered = min(unheld, shares * (SLICE_VALUE // max(1, entry.shares)))
+def parts_of(entry: FleetGpu, offers: Iterable[Offer]) -> Mapping[SliceState, int]:
+    """What is in each state of every slice of a divided GPU: GiB of the shared device, or of SLICE_VALUE."""
+    held, kind = entry.state.shared, DeviceKind.SHARE
+    unheld, of_offer = max(0, SLICE_VALUE - held), SLICE_VALUE // max(1, entry.shares)
+    if entry.state.used:
+        held, kind = entry.state.used, DeviceKind.SHARED
+        unheld = of_offer = max(0, entry.state.room - held)
+    offers_of_kind = sum(offer.spot.kind.type is kind for offer in offers) if entry.fault is None else 0
+    offered = min(unheld, offers_of_kind * of_offer)
     rest = SliceState.FREE if not entry.why_no_offers and entry.fault is None else SliceState.UNAVAILABLE
     return {SliceState.HELD: held, SliceState.OFFERED: offered, rest: unheld - offered}
 

@@ -3,7 +3,8 @@
 ``admission_policies.json`` has the policies as the chart renders them with its default values, so that their rules and
 messages exist once. ``python -m tests.support.admission_policies`` writes it anew.
 
-What only the API server knows is left out: a condition that asks for the rights of the user is taken as met.
+What only the API server knows is left out: a condition that asks for the rights of the user is taken as met, and a
+policy that reads the labels of the namespace refuses nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ RESOURCES = {
 }
 """The API group and resource of each kind for which policies are evaluated."""
 
-VARIABLES = ("object", "oldObject", "request", "variables")
+VARIABLES = ("object", "oldObject", "request", "namespaceObject", "variables")
 
 MAX_MESSAGE = 5 * 1024
 """Bytes of a message from an expression; the API server replaces a longer one by ``message``."""
@@ -85,7 +86,7 @@ class AdmissionPolicy:
 
         def value_of(expression: Expression) -> Value:
             start_work()
-            return expression(object_value, None, request, string_map(variables))
+            return expression(object_value, None, request, None, string_map(variables))
 
         with suppress(*FAILURES):
             start_work()

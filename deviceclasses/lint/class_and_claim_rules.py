@@ -42,18 +42,21 @@ from deviceclasses.lint.nvidia_driver import (
 from deviceclasses.lint.satisfiability import (
     parameter_mismatches,
     share_issues,
+    shared_gpu_issues,
     too_many_devices,
     unsatisfiable_capacities,
     unsatisfiable_constraints,
     unsatisfiable_selectors,
 )
 from deviceclasses.lint.selectors.attribute_catalogue import ATTRIBUTES, STANDARD_DOMAIN, no_attribute
+from deviceclasses.lint.selectors.selectable_kinds import may_select
 from deviceclasses.lint.selectors.selector_rules import selector_issues, type_issues
 from driver.config.flag_values import NVIDIA_DRIVER
 from driver.config.libyaml_loader import read_yaml
 from driver.config.opaque_parameters import InvalidParameters, parse_parameters
 from driver.config.strict_schema import shown
 from driver.config.suggestions import meant, nearest
+from driver.model.offer import DeviceKind
 from driver.slices.attributes import PARENT
 
 ALLOCATION_MODES = ("ExactCount", "All")
@@ -114,6 +117,9 @@ def _class(spec: Mapping[str, Any], path: str, context: LintContext) -> Iterator
     expressions = tuple(expression for _, expression in selectors_of(spec, path))
     wrong = list(selector_issues(spec, path, context.driver))
     yield from wrong or type_issues(expressions, path, context.driver)
+    if spec.get("extendedResourceName") and may_select(expressions, context.driver) == {DeviceKind.SHARED}:
+        message = "a pod that requests it can't state memory, and would get all memory of a shared GPU: leave it out"
+        yield Issue(f"{path}.extendedResourceName", shown(spec["extendedResourceName"]), message)
     yield from _parameter_issues(spec, path, context)
 
 
@@ -141,6 +147,7 @@ def _claim(devices: Mapping[str, Any], path: str, context: LintContext) -> Itera
     yield from unsatisfiable_constraints(requests, constraints, context)
     yield from too_many_devices(requests, path)
     yield from share_issues(requests, constraints, context)
+    yield from shared_gpu_issues(requests, context)
 
 
 def _parameter_issues(owner: Mapping[str, Any], path: str, context: LintContext) -> Iterator[Issue]:

@@ -21,7 +21,7 @@ from deviceclasses.lint.claim_fields import (
     settings_of,
 )
 from deviceclasses.lint.findings import Issue, Severity
-from deviceclasses.lint.selectors.attribute_catalogue import ATTRIBUTES, CAPACITIES, names_of
+from deviceclasses.lint.selectors.attribute_catalogue import ATTRIBUTES, CAPACITIES, capacities_of, names_of
 from deviceclasses.lint.selectors.memory_bounds import requested_memory_issues
 from deviceclasses.lint.selectors.selectable_kinds import compiled_programs, may_select, may_select_monitors
 from driver.config.opaque_parameters import devices_for
@@ -29,10 +29,18 @@ from driver.config.strict_schema import shown
 from driver.config.suggestions import meant
 from driver.kube.types import MAX_DEVICES
 from driver.model.offer import DeviceKind
+from driver.model.shared_memory import MEMORY_CAPACITY
 from driver.slices.attributes import PARENT
 
-DEVICE_NAMES = {DeviceKind.FULL: "full GPUs", DeviceKind.PARTITION: "partitions", DeviceKind.SHARE: "shares"}
+DEVICE_NAMES = {
+    DeviceKind.FULL: "full GPUs",
+    DeviceKind.PARTITION: "partitions",
+    DeviceKind.SHARE: "shares",
+    DeviceKind.SHARED: "parts of shared GPUs",
+}
 MAX_LISTED_CLASSES = 3
+EXAMPLE = f"{MEMORY_CAPACITY}: 6Gi"
+ONE_PART = "one request for the memory of all gives a part of one GPU"
 
 
 def parameter_mismatches(
@@ -95,9 +103,34 @@ def unsatisfiable_capacities(request: RequestFields, context: LintContext) -> It
         elif kinds == {DeviceKind.SHARE}:
             message = f"{_gives(request, context)}, which have no capacity: a share may use all memory of its GPU"
             yield Issue(f"{path}.{name}", shown(amount), message)
+        elif kinds == {DeviceKind.SHARED} and name not in capacities_of(DeviceKind.SHARED):
+            yield Issue(f"{path}.{name}", shown(amount), f"{_gives(request, context)}, whose only capacity is memory")
         elif name == "memory":
             programs = compiled_programs((*facts.selectors, *request.selectors))
             yield from requested_memory_issues(f"{path}.{name}", str(amount), programs, context.driver)
+
+
+def shared_gpu_issues(requests: Sequence[RequestFields], context: LintContext) -> Iterator[Issue]:
+    """Issues for requests that get a part of a shared GPU: without an amount of memory, or for several parts."""
+    parts = [
+        request
+        for request in requests
+        if not request.has_admin_access
+        and _selected_kinds(context.facts(request), request.selectors, context) == {DeviceKind.SHARED}
+    ]
+    for request in parts:
+        path, amounts = f"{request.path}.capacity", settings_of(request.raw, "capacity.requests")
+        if not any(name.rpartition("/")[2] == MEMORY_CAPACITY for name in amounts):
+            message = f"without memory the request gets all memory of a GPU: add capacity: {{requests: {{{EXAMPLE}}}}}"
+            yield Issue(path, shown(request.raw.get("capacity")), message)
+        if request.count > 1:
+            message = f"asks for parts of {request.count} GPUs, each with that memory: {ONE_PART}"
+            yield Issue(f"{request.path}.count", shown(request.count), message, Severity.WARNING)
+    for index, request in enumerate(parts):
+        earlier = next((other for other in parts[:index] if other.base != request.base), None)
+        if earlier is not None:
+            message = f"together with request {earlier.name} may get two parts of one GPU: {ONE_PART}"
+            yield Issue(f"{request.path}.deviceClassName", shown(request.class_name), message, Severity.WARNING)
 
 
 def _monitor_issues(request: RequestFields, context: LintContext) -> Iterator[Issue]:

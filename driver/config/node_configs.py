@@ -18,7 +18,7 @@ from driver.config.flag_values import matching, one_of
 from driver.config.strict_schema import Fault, shown
 from driver.config.suggestions import meant
 from driver.errors import UsageError
-from driver.model.gpu_settings import GpuSelection, parse_layouts, parse_share_counts
+from driver.model.gpu_settings import GpuSelection, parse_layouts, parse_share_counts, parse_shared
 from driver.model.plan import PUBLISH_VALUES
 
 NODE_CONFIGS = "tessera-node-configs"
@@ -35,6 +35,7 @@ PARSERS: Mapping[str, Callable[[str], Any]] = {
     "exclude_gpus": GpuSelection.parse,
     "mig_gpus": GpuSelection.parse,
     "shares": parse_share_counts,
+    "shared": parse_shared,
     "shares_only": GpuSelection.parse,
     "publish": one_of(*PUBLISH_VALUES),
     "layout": parse_layouts,

@@ -106,6 +106,7 @@ def read_gpu(nvml: Any, handle: Any, index: int, root: Path, *, simulated: bool)
     profiles = tuple(read_profiles(nvml, handle)) if mig_mode is not None else ()
     product = text(nvml.nvmlDeviceGetName(handle))
     memory_bytes = nvml.nvmlDeviceGetMemoryInfo(handle).total
+    with_reserve = fact(nvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
     memory = known_memory(product, memory_bytes)
     capability, cuda_driver = nvml.nvmlDeviceGetCudaComputeCapability(handle), nvml.nvmlSystemGetCudaDriverVersion_v2()
     ecc_modes = fact(nvml.nvmlDeviceGetEccMode, handle)
@@ -137,6 +138,7 @@ def read_gpu(nvml: Any, handle: Any, index: int, root: Path, *, simulated: bool)
         memory_slices=max((place.start + place.size for p in profiles for place in p.placements), default=1),
         profiles=profiles,
         simulated=simulated,
+        memory_reserved=0 if with_reserve is None else with_reserve.reserved,
     )
 
 

@@ -14,6 +14,7 @@ import pynvml
 
 from driver.errors import DriverMissing, EnvironmentFault, HardwareError
 from driver.hardware.capture import Description, NvmlAnswer, describe_node, reading_answers
+from driver.hardware.cgroups.memory_limits import CgroupMemoryLimits
 from driver.hardware.device_nodes import DeviceNodes
 from driver.hardware.events import Events
 from driver.hardware.gpu_properties import read_gpu, with_cliques
@@ -117,17 +118,18 @@ GPU_ANSWER_TIMEOUT_SECONDS = 15.0
 class Host(MigOperations):
     """A node with GPUs, in one NVML session.
 
-    ``nodes``: its device nodes. Every method raises HardwareError; none keeps a lock between calls. Callers serialise
-    the methods that change a GPU (those that return a Partition or None) for each GPU; different GPUs may be used from
-    several threads at once.
+    ``paths``: where its files are. ``nodes``: its device nodes. ``memory_limits``: limits on the memory of cgroups.
+    Every method raises HardwareError; none keeps a lock between calls. Callers serialise the methods that change a GPU
+    (those that return a Partition or None) for each GPU; different GPUs may be used from several threads at once.
     """
 
     def __init__(self, nvml: Any, paths: HostPaths, *, simulated: bool, driver_root: Path = HOST) -> None:
         """Start the session. Raises DriverMissing where NVML is missing or refuses to start."""
         super().__init__(nvml)
-        self._paths = paths
+        self.paths = paths
         self._simulated = simulated
         self.nodes = DeviceNodes(paths, driver_root)
+        self.memory_limits = CgroupMemoryLimits(nvml, paths, self._handle)
         self._events = Events(nvml)
         self._timeouts = TimeoutRunner(GPU_ANSWER_TIMEOUT_SECONDS)
         # The simulator's tool is a script; the file in the place of NVML's library can't be loaded.
@@ -148,7 +150,7 @@ class Host(MigOperations):
 
     def boot_id(self) -> str | None:
         """The id of the current boot; None if it cannot be read."""
-        return boot_id(self._paths) or None
+        return boot_id(self.paths) or None
 
     def count_gpus(self) -> int:
         """The number of GPUs, none of which is asked: one of them may hang."""
@@ -176,12 +178,12 @@ class Host(MigOperations):
 
     def _read(self, index: int) -> tuple[Any, Gpu]:
         handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
-        return handle, read_gpu(self._nvml, handle, index, self._paths.root, simulated=self._simulated)
+        return handle, read_gpu(self._nvml, handle, index, self.paths.root, simulated=self._simulated)
 
     def read_again(self, gpu: Gpu) -> Gpu:
         """The properties of ``gpu`` as they are now; without its NVLink clique, for which all GPUs must be read."""
         with nvml_call(f"reading the properties of {gpu.uuid}"):
-            return read_gpu(self._nvml, self._handle(gpu), gpu.index, self._paths.root, simulated=self._simulated)
+            return read_gpu(self._nvml, self._handle(gpu), gpu.index, self.paths.root, simulated=self._simulated)
 
     def reading_answers(self, gpu: Gpu) -> list[NvmlAnswer]:
         """How NVML's reading functions answer for ``gpu``."""
@@ -195,7 +197,7 @@ class Host(MigOperations):
     def describe(self, gpus: Sequence[Gpu]) -> Description:
         """A description of the node with ``gpus``, all of one product, for the simulator."""
         with nvml_call("describing the node"):
-            return describe_node(self._nvml, self._paths.root, [(gpu, self._handle(gpu)) for gpu in gpus])
+            return describe_node(self._nvml, self.paths.root, [(gpu, self._handle(gpu)) for gpu in gpus])
 
     def usage_reader(self) -> UsageReader:
         """Reads the usage of GPUs and partitions; its threads are apart from those of the other methods."""

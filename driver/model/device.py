@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import NamedTuple
 
 from driver.model.gpu import Gpu, Placement, Profile
-from driver.model.offer import FULL, SHARE, DeviceKind, Offer, OfferKind, Spot
+from driver.model.offer import FULL, SHARE, SHARED, DeviceKind, Offer, OfferKind, Spot
+from driver.model.shared_memory import GIB, SharedMemory
 
 SLICE_VALUE = 840
 """The value of a whole memory slice: divisible by every number of shares up to 8, and by 10, 12, 20 and 30."""
@@ -24,10 +25,11 @@ def share_weight(shares: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a ResourceSlice publishes: a full GPU, a placement that is or can become a partition, or a share.
+    """What a ResourceSlice publishes: a full GPU, a placement that is or can become a partition, a share, or the shared
+    device of a GPU.
 
-    ``spot`` says which of the GPU's devices it is. ``shares`` is the number of equal parts of the GPU of which this
-    device is one; 1 for other kinds.
+    ``spot`` says which of the GPU's devices it is, and how much a claim has of a shared device. ``shares`` is the
+    number of equal parts of the GPU of which this device is one; 1 for other kinds. ``shared``: only if it is shared.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Device:
     profile: Profile | None = None
     placement: Placement | None = None
     shares: int = 1
+    shared: SharedMemory | None = None
     kind: DeviceKind = field(init=False)
 
     def __post_init__(self) -> None:
@@ -44,7 +47,7 @@ class Device:
     @property
     def offer(self) -> Offer:
         """The device by what it is and not by its name, as plans have it."""
-        return Offer(self.gpu.uuid, self.spot)
+        return Offer(self.gpu.uuid, self.spot.device)
 
     @property
     def mask(self) -> int:
@@ -54,6 +57,8 @@ class Device:
     @property
     def memory_bytes(self) -> int:
         """What it has of its GPU's memory; a share, which may use all of it, counts as its part."""
+        if self.shared is not None:
+            return self.spot.at * GIB or self.shared.memory_bytes
         return self.profile.memory_bytes if self.profile is not None else self.gpu.memory_bytes // self.shares
 
     @property
@@ -63,7 +68,8 @@ class Device:
 
     def __str__(self) -> str:
         if self.profile is None or self.placement is None:
-            kind = f"1/{self.shares} of" if self.kind is DeviceKind.SHARE else "full"
+            amounts = {DeviceKind.SHARE: f"1/{self.shares}", DeviceKind.SHARED: f"{self.spot.at} GiB"}
+            kind = f"{amounts[self.kind]} of" if self.kind in amounts else "full"
             return f"{self.name} ({kind} {self.gpu.product_name})"
         return f"{self.name} ({self.profile.name} on memory slices {self.placement})"
 
@@ -80,6 +86,22 @@ def partition_device(gpu: Gpu, number: int, profile: Profile, placement: Placeme
 
 def share_device(gpu: Gpu, number: int, index: int, shares: int) -> Device:
     return Device(name=f"gpu-{number}-share-{index}", gpu=gpu, spot=Spot(SHARE, index), shares=shares)
+
+
+def shared_device(gpu: Gpu, number: int, shared: SharedMemory, gib: int = 0) -> Device:
+    """The shared device of ``gpu``, or the ``gib`` that claims have of it."""
+    return Device(name=f"gpu-{number}-shared", gpu=gpu, spot=Spot(SHARED, gib), shared=shared)
+
+
+def merged(devices: Iterable[Device]) -> list[Device]:
+    """One device for each name: of a shared device that with the GiB of all claims, of others the last."""
+    by_name: dict[str, Device] = {}
+    for device in devices:
+        before = by_name.get(device.name)
+        if before is not None and device.kind is DeviceKind.SHARED:
+            device = replace(device, spot=Spot(SHARED, before.spot.at + device.spot.at))
+        by_name[device.name] = device
+    return list(by_name.values())
 
 
 MONITOR_TYPE = "monitor"
@@ -102,6 +124,11 @@ def is_monitor(name: str) -> bool:
     return name.endswith(f"-{MONITOR_TYPE}")
 
 
+def is_shared(name: str) -> bool:
+    """Whether this is the name of a shared device."""
+    return name.endswith(f"-{SHARED}")
+
+
 def share_index(name: str) -> int:
     """The number at the end of a share's name."""
     return int(name.rpartition("-")[2])
@@ -117,8 +144,14 @@ def share_indices(shares: int, held: Mapping[int, int]) -> tuple[int, ...]:
     return tuple(sorted([*ours, *islice(free, max(0, shares - len(ours)))]))
 
 
-def devices_of(gpu: Gpu, number: int, shares: int = 0, indices: Iterable[int] | None = None) -> tuple[Device, ...]:
-    """All devices of ``gpu`` under the number ``number``: full, partitions from small to large, shares.
+def devices_of(
+    gpu: Gpu,
+    number: int,
+    shares: int = 0,
+    indices: Iterable[int] | None = None,
+    shared: SharedMemory | None = None,
+) -> tuple[Device, ...]:
+    """All devices of ``gpu`` under the number ``number``: full, partitions from small to large, shares, shared.
 
     ``indices`` are the numbers of the shares, by default 0 to ``shares`` - 1.
     """
@@ -128,7 +161,8 @@ def devices_of(gpu: Gpu, number: int, shares: int = 0, indices: Iterable[int] | 
         for placement in profile.placements
     )
     parts = (share_device(gpu, number, index, shares) for index in indices or range(shares))
-    return (full_device(gpu, number), *partitions, *parts)
+    by_memory = () if shared is None else (shared_device(gpu, number, shared),)
+    return (full_device(gpu, number), *partitions, *parts, *by_memory)
 
 
 def number_gpus(gpus: Iterable[Gpu], kept: Mapping[str, int]) -> dict[str, int]:

@@ -99,7 +99,8 @@ class Gpu:
     """One physical GPU.
 
     ``memory_slices`` is 1 and ``profiles`` empty on a GPU without MIG. A value of None is unknown, or
-    the GPU does not have that property. ``memory_bandwidth`` is GB/s.
+    the GPU does not have that property. ``memory_bandwidth`` is GB/s. ``memory_reserved`` are
+    the bytes of ``memory_bytes`` that the driver keeps for itself.
     """
 
     uuid: str
@@ -129,6 +130,7 @@ class Gpu:
     memory_slices: MemorySlice
     profiles: tuple[Profile, ...]
     simulated: bool
+    memory_reserved: int = 0
 
     @property
     def toggles_freely(self) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 from typing import Generic, TypeVar
 
 from driver.model.device import MOST_SHARES
 from driver.model.gpu import Gpu
+from driver.model.shared_memory import MemoryLimit, SharedMemory, SharingStrategy
 
 T = TypeVar("T")
 
@@ -84,7 +85,11 @@ ShareCounts = ByGpu[int]
 Layouts = ByGpu[tuple[str, ...]]
 """Profiles of the partitions of each GPU."""
 
+SharedGpus = ByGpu[SharingStrategy | None]
+"""How each GPU is shared by memory; None: it is not."""
+
 NO_SHARES: ShareCounts = ByGpu((), 0)
+NO_SHARED: SharedGpus = ByGpu((), None)
 NO_LAYOUTS: Layouts = ByGpu((), ())
 
 
@@ -96,6 +101,11 @@ def parse_share_counts(text: str) -> ShareCounts:
 def parse_layouts(text: str) -> Layouts:
     """``NVIDIA H100 80GB HBM3=3g.40gb,2g.20gb;0=7g.80gb``. Raises ValueError naming the entry that is wrong."""
     return ByGpu(_entries(text.split(";"), _layout, "layouts"), ())
+
+
+def parse_shared(text: str) -> SharedGpus:
+    """``NVIDIA L4=time-slicing,0=mps``. Raises ValueError naming the entry that is wrong."""
+    return ByGpu(_entries(text.split(","), _strategy, "ways to be shared"), None)
 
 
 def written_layouts(layouts: Layouts) -> str:
@@ -127,6 +137,15 @@ def _layout(part: str) -> tuple[str, tuple[str, ...]]:
         if not PROFILE.fullmatch(profile):
             raise ValueError(f"{part!r}: {profile!r} is no MIG profile, such as 3g.40gb; layouts are separated by ;")
     return name, profiles
+
+
+def _strategy(part: str) -> tuple[str, SharingStrategy | None]:
+    name, equals, strategy = (piece.strip() for piece in part.rpartition("="))
+    if not equals:
+        raise ValueError(f"{part!r} does not say how to share it: write WHICH=HOW, such as all=time-slicing")
+    if strategy not in list(SharingStrategy):
+        raise ValueError(f"{part!r}: {strategy!r} is no way to share a GPU: {' or '.join(SharingStrategy)}")
+    return name, SharingStrategy(strategy)
 
 
 def _share_count(part: str) -> tuple[str, int]:
@@ -173,3 +192,32 @@ def time_slice_in_force(asked: Iterable[TimeSlice | None]) -> TimeSlice:
     """
     requested = [interval for interval in asked if interval is not None and interval is not TimeSlice.DEFAULT]
     return min(requested, key=lambda interval: interval.number, default=TimeSlice.DEFAULT)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSharing:
+    """How the GPUs of a node serve several claims at once.
+
+    shares_of    the number of equal shares of a GPU; 0: none
+    only         the GPUs that are offered to several claims only
+    strategy_of  how claims share a GPU by memory; None: not at all
+    limit_of     what holds them to their memory
+    """
+
+    shares_of: Callable[[Gpu], int]
+    only: GpuSelection = NO_GPU
+    strategy_of: Callable[[Gpu], SharingStrategy | None] = lambda _: None
+    limit_of: Callable[[Gpu, SharingStrategy], MemoryLimit] = lambda *_: MemoryLimit.NONE
+
+    def limited_by(self, limit_of: Callable[[Gpu, SharingStrategy], MemoryLimit]) -> GpuSharing:
+        """The same with these limits on memory."""
+        return replace(self, limit_of=limit_of)
+
+    def memory_of(self, gpu: Gpu, strategy: SharingStrategy | None) -> SharedMemory | None:
+        """The memory of ``gpu`` that claims share by ``strategy``."""
+        if strategy is None:
+            return None
+        return SharedMemory.of(gpu.memory_bytes - gpu.memory_reserved, strategy, self.limit_of(gpu, strategy))
+
+
+UNSHARED = GpuSharing(lambda _: 0)

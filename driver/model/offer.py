@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 WRITTEN_OFFER = re.compile(
-    r"(?P<gpu>[^/]+)/(?:full|share-(?P<share>[0-9]{1,2})|(?P<profile>[0-9A-Za-z.+-]+)@(?P<start>[0-9]{1,2}))"
+    r"(?P<gpu>[^/]+)/(?:full|(?P<shared>shared)|share-(?P<share>[0-9]{1,2})|(?P<profile>[0-9A-Za-z.+-]+)@(?P<start>[0-9]{1,2}))"
 )
 
 
@@ -18,40 +18,49 @@ class DeviceKind(StrEnum):
     FULL = "gpu"
     PARTITION = "mig"
     SHARE = "share"
+    SHARED = "shared"
 
 
 class OfferKind(NamedTuple):
-    """A kind of request and offer: full GPU, share, or partition of a profile."""
+    """A kind of request and offer: full GPU, share, shared device, or partition of a profile."""
 
     type: DeviceKind
     profile: str | None = None
 
     def __str__(self) -> str:
-        return self.profile or ("full" if self.type is DeviceKind.FULL else "share")
+        return self.profile or ("full" if self.type is DeviceKind.FULL else self.type.value)
 
 
 FULL = OfferKind(DeviceKind.FULL)
 SHARE = OfferKind(DeviceKind.SHARE)
+SHARED = OfferKind(DeviceKind.SHARED)
 
 
 class Spot(NamedTuple):
     """What a device is on its GPU, whichever that is.
 
-    ``at`` is the first memory slice of a partition's placement, the number of a share, or 0 for a full GPU.
+    ``at`` is the first memory slice of a partition's placement, the number of a share, or 0 for a full GPU. Of a shared
+    device it is the GiB that one claim has of it, or is to have; 0 for the device itself, which is what is offered.
     """
 
     kind: OfferKind
     at: int = 0
 
     def __str__(self) -> str:
-        """As the plan writes it: ``full``, ``1g.10gb@6`` or ``share-0``."""
-        if self.kind.type is DeviceKind.FULL:
-            return "full"
-        return f"share-{self.at}" if self.kind.type is DeviceKind.SHARE else f"{self.kind.profile}@{self.at}"
+        """As the plan writes it: ``full``, ``1g.10gb@6``, ``share-0`` or ``shared``."""
+        if self.kind.profile is not None:
+            return f"{self.kind.profile}@{self.at}"
+        of_type = {DeviceKind.FULL: "full", DeviceKind.SHARED: "shared"}
+        return of_type.get(self.kind.type) or f"share-{self.at}"
+
+    @property
+    def device(self) -> Spot:
+        """The spot of the device that is published for this one: of a shared device the whole, whatever a claim has."""
+        return Spot(self.kind) if self.kind.type is DeviceKind.SHARED else self
 
 
 class Offer(NamedTuple):
-    """A spot on one GPU. Written ``GPU-<uuid>/full``, ``GPU-<uuid>/1g.10gb@6`` or ``GPU-<uuid>/share-0``."""
+    """A spot on one GPU. Written ``GPU-<uuid>/full``, ``/1g.10gb@6``, ``/share-0`` or ``/shared``."""
 
     gpu: str
     spot: Spot
@@ -65,10 +74,10 @@ class Offer(NamedTuple):
         written = WRITTEN_OFFER.fullmatch(text)
         if written is None:
             return None
-        gpu, share, profile, start = written.group("gpu", "share", "profile", "start")
+        gpu, shared, share, profile, start = written.group("gpu", "shared", "share", "profile", "start")
         if profile:
             return cls(gpu, Spot(OfferKind(DeviceKind.PARTITION, profile), int(start)))
-        return cls(gpu, Spot(SHARE, int(share)) if share else Spot(FULL))
+        return cls(gpu, Spot(SHARE, int(share)) if share else Spot(SHARED if shared else FULL))
 
 
 def parsed_offers(texts: Iterable[str]) -> frozenset[Offer]:

@@ -2,7 +2,8 @@
 
 Every memory slice of a GPU has SLICE_VALUE to give. A device takes its weight in each of its slices: a full GPU and a
 partition all of it, a share a part. Devices can be allocated together if no slice gives more than it has. In addition,
-a spot is allocated only once, and partitions keep within the limits of the product (``Geometry.limits``).
+a spot is allocated only once, and partitions keep within the limits of the product (``Geometry.limits``). The shared
+device of a GPU takes all of it, and any number of claims can have it as long as their memory fits.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 from driver.model.device import SLICE_VALUE, Device
 from driver.model.gpu import Gpu, Limit, Profile, limits_of
-from driver.model.offer import FULL, SHARE, DeviceKind, OfferKind, Spot
+from driver.model.offer import FULL, SHARE, SHARED, DeviceKind, OfferKind, Spot
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,8 +68,8 @@ def possible_kinds(gpu: Gpu, *, shares_only: bool) -> frozenset[DeviceKind]:
     elif gpu.mig_mode.in_force:
         kinds = frozenset({DeviceKind.PARTITION})
     else:
-        kinds = frozenset({DeviceKind.FULL, DeviceKind.SHARE})
-    return kinds & {DeviceKind.SHARE} if shares_only else kinds
+        kinds = ALL_KINDS - {DeviceKind.PARTITION}
+    return kinds & {DeviceKind.SHARE, DeviceKind.SHARED} if shares_only else kinds
 
 
 def in_the_way(device: Device, others: Iterable[Device]) -> list[Device]:
@@ -77,6 +78,10 @@ def in_the_way(device: Device, others: Iterable[Device]) -> list[Device]:
     A device that is in the same spot comes first.
     """
     touched = [other for other in others if other.gpu.uuid == device.gpu.uuid and other.mask & device.mask]
+    if device.shared is not None:
+        sharing = [other for other in touched if other.kind is DeviceKind.SHARED]
+        is_overdrawn = sum(other.spot.at for other in sharing) + device.spot.at > device.shared.gib
+        return [other for other in touched if is_overdrawn or other.kind is not DeviceKind.SHARED]
     same = [other for other in touched if other.spot == device.spot]
     if _has_room(sum(other.weight for other in touched), device.weight):
         return same
@@ -100,7 +105,8 @@ class GpuState(NamedTuple):
 
     ``kinds`` are the devices that it may offer at all and ``shares`` into how many it is divided. ``mask`` are the
     memory slices taken whole, ``taken`` what is used of each limit of the geometry, ``shared`` what shares take of
-    every slice (of SLICE_VALUE), ``numbers`` a bit mask of the shares in use.
+    every slice (of SLICE_VALUE), ``numbers`` a bit mask of the shares in use. ``room`` are the GiB of its shared device
+    (0: it has none), ``used`` those that claims have of it; nothing else of the GPU is free while there are any.
     """
 
     geometry: Geometry
@@ -110,6 +116,8 @@ class GpuState(NamedTuple):
     taken: tuple[int, ...] = ()
     shared: int = 0
     numbers: int = 0
+    room: int = 0
+    used: int = 0
 
     @classmethod
     def of(
@@ -119,11 +127,18 @@ class GpuState(NamedTuple):
         foreign: int = 0,
         shares: int = 0,
         kinds: frozenset[DeviceKind] = ALL_KINDS,
+        room: int = 0,
     ) -> GpuState:
-        """``gpu`` under ``held`` and the slices in ``foreign``, offering at most ``kinds``."""
+        """``gpu`` under ``held`` and the slices in ``foreign``, offering at most ``kinds``.
+
+        ``room``: the GiB of its shared device. One that is held counts as at least 1 GiB: the amount may not be known.
+        """
         geometry = geometry_of(gpu.memory_slices, gpu.profiles)
-        mask, taken, shared, numbers = foreign, [0] * len(geometry.limits), 0, 0
+        mask, taken, shared, numbers, used = foreign, [0] * len(geometry.limits), 0, 0, 0
         for device in held:
+            if device.kind is DeviceKind.SHARED:
+                used += max(device.spot.at, 1)
+                continue
             if device.kind is DeviceKind.SHARE:
                 shared += device.weight
                 numbers |= 1 << device.spot.at
@@ -132,23 +147,32 @@ class GpuState(NamedTuple):
             if device.profile is not None:
                 usage = (limit.taken_by(device.profile) for limit in geometry.limits)
                 taken = [used + more for used, more in zip(taken, usage, strict=True)]
-        return cls(geometry, kinds, shares, mask, tuple(taken), shared, numbers)
+        return cls(geometry, kinds, shares, mask, tuple(taken), shared, numbers, room, used)
 
     @property
     def whole(self) -> bool:
         """Whether the full GPU can be allocated."""
-        return not self.mask and not self.shared and DeviceKind.FULL in self.kinds
+        return not self.mask and not self.shared and not self.used and DeviceKind.FULL in self.kinds
 
     @property
     def free(self) -> float:
-        """Free memory slices; shares occupy a part of each."""
-        return (self.geometry.slices - self.mask.bit_count()) * (SLICE_VALUE - self.shared) / SLICE_VALUE
+        """Free memory slices; shares, and claims of a shared device, occupy a part of each."""
+        free = (self.geometry.slices - self.mask.bit_count()) * (SLICE_VALUE - self.shared) / SLICE_VALUE
+        return free * max(0, self.room - self.used) / max(1, self.room) if self.used else free
+
+    @property
+    def left(self) -> int:
+        """The GiB of its shared device that claims can still get; 0 while something else of the GPU is held."""
+        is_possible = DeviceKind.SHARED in self.kinds and not self.mask and not self.shared
+        return max(0, self.room - self.used) if is_possible else 0
 
     def spots(self, kind: OfferKind) -> Iterator[Spot]:
         """Free spots for a device of ``kind``."""
-        if kind.type not in self.kinds:
+        if kind.type is DeviceKind.SHARED:
+            yield from [Spot(SHARED)] * bool(self.left)
+        elif self.used or kind.type not in self.kinds:
             return
-        if kind.type is DeviceKind.FULL:
+        elif kind.type is DeviceKind.FULL:
             if not self.mask and not self.shared:
                 yield Spot(FULL)
         elif kind.type is DeviceKind.SHARE:
@@ -165,6 +189,11 @@ class GpuState(NamedTuple):
 
     def fits(self, device: Device) -> bool:
         """Whether the slices and engines of ``device``, possibly a share of another size, are free."""
+        if device.shared is not None:
+            free = device.shared.gib - self.used if not self.mask and not self.shared else 0
+            return max(device.spot.at, 1) <= free
+        if self.used:
+            return False
         if not _has_room(SLICE_VALUE if device.mask & self.mask else self.shared, device.weight):
             return False
         return device.profile is None or self.geometry.has_room(device.profile.name, self.taken)
@@ -175,11 +204,15 @@ class GpuState(NamedTuple):
             yield FULL
         if DeviceKind.SHARE in self.kinds and self.shares:
             yield SHARE
+        if DeviceKind.SHARED in self.kinds and self.room:
+            yield SHARED
         if DeviceKind.PARTITION in self.kinds:
             yield from (OfferKind(DeviceKind.PARTITION, profile) for profile in self.geometry.windows)
 
     def take(self, spot: Spot) -> GpuState:
-        """Return the state after the allocation of ``spot``, which must be free."""
+        """Return the state after the allocation of ``spot``, which must be free; 0 GiB of a shared device: the rest."""
+        if spot.kind.type is DeviceKind.SHARED:
+            return self._replace(used=self.used + spot.at if spot.at else max(self.room, self.used))
         if spot.kind.type is DeviceKind.FULL:
             return self._replace(mask=self.geometry.all_slices)
         if spot.kind.type is DeviceKind.SHARE:

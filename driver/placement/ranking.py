@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from driver.model.device import Device
-from driver.model.offer import FULL, SHARE, DeviceKind, OfferKind, Spot
+from driver.model.offer import FULL, SHARE, SHARED, DeviceKind, OfferKind, Spot
 from driver.placement.measure import CLIQUE_CLASS, Measure
 from driver.placement.occupancy import GpuState
 
@@ -103,8 +103,8 @@ class RankedGpu:
         return self._best[key]
 
     def ends_shares(self, key: OfferKind) -> bool:
-        """Whether a device of ``key`` is the full GPU, and the GPU offers shares."""
-        return key == FULL and SHARE in self.offered
+        """Whether a device of ``key`` is the full GPU, and several claims could share the GPU."""
+        return key == FULL and (SHARE in self.offered or SHARED in self.offered)
 
     def after(self, spot: Spot) -> RankedGpu:
         """Return the GPU after the allocation of ``spot``, which must be free."""
@@ -184,7 +184,7 @@ def placements_left(state: GpuState) -> int:
     return sum(1 for masks in state.geometry.windows.values() for mask in masks if not mask & state.mask)
 
 
-KIND_ORDER = (DeviceKind.SHARE, DeviceKind.PARTITION, DeviceKind.FULL)
+KIND_ORDER = (DeviceKind.SHARE, DeviceKind.PARTITION, DeviceKind.SHARED, DeviceKind.FULL)
 
 RANKING = Ranking()
 """The ranking with equal weights; its only state is its caches."""
@@ -198,7 +198,7 @@ def order_offers(devices: Iterable[Device], occupied: Mapping[str, int]) -> list
 
     Small devices first: a claim gets the first one that it matches, and should not get a whole GPU where a part will
     do. Shares, those of GPUs in use first, then profiles by their memory, inside a profile the best placement first,
-    full GPUs last. ``occupied`` maps a GPU's UUID to its taken memory slices.
+    then shared and full GPUs. ``occupied`` maps a GPU's UUID to its taken memory slices.
     """
     offers = list(devices)
     by_uuid = {device.gpu.uuid: device.gpu for device in offers}

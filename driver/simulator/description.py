@@ -73,6 +73,12 @@ CpuList = Annotated[str, Meta(pattern=r"^(\d+(-\d+)?(,\d+(-\d+)?)*)?$")]
 NodeName = Annotated[str, Meta(pattern=r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$")]
 Uuid = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
 
+CgroupControl = Literal["dmem", "misc", "v1"]
+"""What limits GPU memory by cgroup on a node: the kernel, the driver, or nothing because of cgroup v1."""
+
+LIMITS_SINCE = 615
+"""First driver branch that limits GPU memory by cgroup."""
+
 _NODES = Path(__file__).parent / "data" / "nodes"
 
 MAX_GPUS = 64
@@ -150,12 +156,12 @@ class FabricDescription(Part, frozen=True, kw_only=True):
     healthy: bool = False
 
 
-class NodeDescription(Part, frozen=True, kw_only=True):
+class NodeDescription(Part, frozen=True, kw_only=True, omit_defaults=True):
     """One node. ``product`` is the GPUs' name (``products.product_names``); all GPUs of a node are of one product.
 
     ``product_facts`` are the fields of a ``products.Product``, for a product that is not among those, or that differs.
     ``pcie_generation`` limits the GPUs' links to what the host can; ``addressing_mode`` and ``c2c`` (NVLink to a
-    Grace CPU) say how GPU and CPU share memory.
+    Grace CPU) say how GPU and CPU share memory. ``cgroups`` only matters with driver 615 and newer.
     """
 
     name: NodeName
@@ -169,6 +175,7 @@ class NodeDescription(Part, frozen=True, kw_only=True):
     ecc: bool = True
     addressing_mode: Literal["none", "hmm", "ats"] = "hmm"
     c2c: bool = False
+    cgroups: CgroupControl = "dmem"
     nvlink: NvlinkDescription | None = None
     fabric: FabricDescription | None = None
     gpus: Annotated[tuple[GpuDescription, ...], Meta(min_length=1, max_length=MAX_GPUS)]
@@ -181,6 +188,16 @@ class NodeDescription(Part, frozen=True, kw_only=True):
         if product is None:
             raise LookupError(self.product)
         return product
+
+    @property
+    def driver_branch(self) -> int:
+        """The first number of the driver's version."""
+        return int(self.driver_version.partition(".")[0])
+
+    @property
+    def limits_memory(self) -> bool:
+        """Whether the driver has limits on memory by cgroup."""
+        return self.driver_branch >= LIMITS_SINCE
 
     def gpu_uuid(self, index: int) -> str:
         """``GPU-...`` of the GPU at that index: always the same for one name and serial."""

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from driver.simulator.description import GpuDescription, NodeDescription
 from driver.simulator.state.gpu_load import WHOLE_GPU, Loads
 from driver.simulator.state.latency import Latency
+from driver.simulator.state.memory_limits import CgroupTree, Limits
 from driver.simulator.state.state_file import StateFile
 from driver.simulator.tree import Capabilities
 
@@ -91,7 +92,7 @@ class SimulatedGpuState(msgspec.Struct, frozen=True, rename="camel"):
     """The variable state of one GPU. ``events`` are the most recent ones, oldest first.
 
     ``compute_mode`` and ``time_slice`` are NVML's and nvidia-smi's numbers, 0 the default; ``recovery_action`` is
-    NVML's number of what the GPU needs to recover, 0 nothing.
+    NVML's number of what the GPU needs to recover, 0 nothing. ``limits`` are those on the memory of cgroups.
     """
 
     mig_enabled: bool = False
@@ -105,6 +106,7 @@ class SimulatedGpuState(msgspec.Struct, frozen=True, rename="camel"):
     events: tuple[SimulatedEvent, ...] = ()
     recovery_action: int = 0
     loads: Loads = Loads()
+    limits: Limits = ()
 
     def processes_at(self, now: float) -> list[Process]:
         """All processes, those of loads included."""
@@ -185,6 +187,7 @@ class Machine:
         self.product = description.gpu_product
         self.root = root
         self.latency = latency
+        self.cgroups = CgroupTree(root, description.cgroups)
         self.fault_file = StateFile(root / "sim" / "faults.json", InjectedFaults, NO_FAULTS)
         self.clock = clock
         self._sleep = sleep
@@ -292,7 +295,7 @@ class Machine:
 
     @property
     def reports_recovery_action(self) -> bool:
-        return int(self.description.driver_version.partition(".")[0]) >= RECOVERY_SINCE
+        return self.description.driver_branch >= RECOVERY_SINCE
 
     def _all_uuids(self) -> list[str]:
         return [self.description.gpu_uuid(minor) for minor in range(len(self._gpus))]

@@ -118,26 +118,41 @@ class SimulatedNode(Machine):
         """
         self.change(minor, lambda state: (mig_rules.reset(state), None), event=MIG_CHANGED)
 
-    def put_load(self, device: str, phases: tuple[Phase, ...], *, pid: int = LOAD_PID, server: int = 0) -> None:
+    def reload_driver(self) -> None:
+        """Unload the kernel module and load it again: as a reboot, but containers keep running."""
+        for minor in range(len(self.gpus)):
+            self.change(minor, lambda state: (mig_rules.reboot(self.product, state), None), event=MIG_CHANGED)
+
+    def put_load(
+        self,
+        device: str,
+        phases: tuple[Phase, ...],
+        *,
+        pid: int = LOAD_PID,
+        cgroup: Path | None = None,
+        server: int = 0,
+    ) -> None:
         """Load a GPU or a MIG device (UUID) from now on; replaces its load of the same process id.
 
-        The load of a MIG device ends with it, that of a GPU with a reset, a reboot or MIG mode. ``server``: the MPS
-        server (process id) whose client the process is.
+        The load of a MIG device ends with it, that of a GPU with a reset, a reboot or MIG mode. ``cgroup`` is the
+        process's; without one no limit on memory holds it. ``server``: the MPS server (process id) whose client it is.
 
-        :raises UsageError: no such device, or more than it has
+        :raises UsageError: no such device, more than it has, or more than a limit of the cgroup allows
         """
         minor, mig = self._find(device)
-        product = self.product
+        product, group = self.product, str(cgroup.resolve()) if cgroup else ""
 
         def rule(state: SimulatedGpuState) -> tuple[SimulatedGpuState, None]:
             now = self.clock()
-            load = Load(phases, mig, pid, now, *_parts(product, state, mig), server=server)
+            load = Load(phases, mig, pid, now, *_parts(product, state, mig), group, server)
             _check_compute_mode(state, load)
             loads = state.loads.put(load)
             check_activity(list(loads.on(mig)), nvlink=self.has_nvlink(minor))
             total = self.memory_mib(state, mig) << 20
             processes = sum(process.memory for process in state.processes if process.device == mig)
-            check_memory(load, [other for other in loads.on(mig) if other is not load], total - processes)
+            others = [other for other in loads.on(mig) if other is not load]
+            check_memory(load, others, total - processes)
+            self.cgroups.check(state.limits, load, others)
             return replace(state, loads=loads), None
 
         self.change(minor, rule)

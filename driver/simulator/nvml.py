@@ -8,6 +8,7 @@ FUNCTION_NOT_FOUND, like a driver that is too old, and never reaches a real libr
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import time
 import uuid
@@ -159,6 +160,34 @@ class DeviceCalls(NvmlSession):
         if self.machine.gpu_state(minor).mig_enabled:
             raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
         self.machine.change(minor, lambda state: (replace(state, compute_mode=number), None))
+
+    @simulated
+    def nvmlDeviceSetMemoryLimits_v1(self, device: Any, limits: Any) -> None:
+        minor, cgroup = self._limited(device, limits)
+        if os.geteuid() != 0:
+            raise error(pynvml.NVML_ERROR_NO_PERMISSION)
+        soft, hard, cgroups = limits.softLimit, limits.hardLimit, self.machine.cgroups
+
+        def rule(state: SimulatedGpuState) -> tuple[SimulatedGpuState, None]:
+            return replace(state, limits=cgroups.with_limit(state.limits, cgroup, soft, hard)), None
+
+        self.machine.change(minor, rule)
+
+    @simulated
+    def nvmlDeviceGetMemoryLimits_v1(self, device: Any, limits: Any) -> None:
+        minor, cgroup = self._limited(device, limits)
+        state, cgroups = self.machine.gpu_state(minor), self.machine.cgroups
+        limits.softLimit, limits.hardLimit = cgroups.reported(state.limits, cgroup)
+        limits.currentUsed = cgroups.used(state.limits, cgroup, [*state.loads.on("")], self.machine.clock())
+
+    def _limited(self, device: Any, limits: Any) -> tuple[int, str]:
+        """The minor of a GPU and the real path of a cgroup, unless the driver, the GPU or the node has no limits."""
+        if not self.machine.description.limits_memory:
+            raise error(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+        minor = self.gpu(device)
+        if self.machine.gpu_state(minor).mig_enabled:
+            raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return minor, self.machine.cgroups.find(text(limits.nameSpace))
 
     @simulated
     def nvmlSystemGetDriverVersion(self) -> str:

@@ -167,6 +167,13 @@ def _folders(path: str) -> list[str]:
         return []
 
 
+CGROUPS = "sys/fs/cgroup"
+MACHINE_CGROUPS = f"{CGROUPS}/machine"
+"""A link to the cgroup v2 hierarchy of the machine that runs the node: its kubelet puts pods there."""
+
+_MACHINE_MOUNTS = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")
+"""Where a machine has cgroup v2: alone, or together with cgroup v1."""
+
 LIBRARY_FOLDER = "usr/lib/x86_64-linux-gnu"
 
 _CLASS_3D_CONTROLLER = "0x030200"
@@ -191,6 +198,8 @@ def build(description: NodeDescription, root: Path) -> None:
     for name in ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset"):
         _device_node(root / "dev" / name)
     _procfs(description, root / "proc")
+    if description.limits_memory and description.cgroups != "v1":
+        _cgroups(description, root)
     _driver_files(description, root)
 
 
@@ -279,6 +288,19 @@ def _procfs(description: NodeDescription, proc: Path) -> None:
     write_file(mig / "monitor", access_text(MONITOR_MINOR), 0o444)
     if not _boot_id(proc.parent).exists():
         write_boot_id(proc.parent)
+
+
+def _cgroups(description: NodeDescription, root: Path) -> None:
+    is_dmem = description.cgroups == "dmem"
+    write_file(root / CGROUPS / "cgroup.controllers", "memory pids dmem\n" if is_dmem else "memory pids misc\n", 0o444)
+    if is_dmem:
+        bus_ids = [sysfs_bus_id(gpu.pci_bus_id) for gpu in description.gpus]
+        size = description.gpu_product.memory_mib << 20
+        text = "".join(f"nvidia/{bus_id}/vidmem {size}\n" for bus_id in bus_ids)
+        write_file(root / CGROUPS / "dmem.capacity", text, 0o444)
+    mount = next((path for path in _MACHINE_MOUNTS if Path(path, "cgroup.controllers").exists()), None)
+    if mount is not None:
+        link(root / MACHINE_CGROUPS, mount)
 
 
 def _boot_id(root: Path) -> Path:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from driver.model.device import MONITOR_TYPE, Device, Monitor, full_device
 from driver.model.gpu import NvLink
 from driver.model.offer import DeviceKind
+from driver.model.shared_memory import MEMORY_CAPACITY
 
 Value = str | int | bool | None
 Attributes = dict[str, dict[str, Any]]
@@ -54,7 +55,7 @@ MEMORY_SLICES = Fact("memorySlices", "int", lambda d: d.placement.size if d.plac
 """On full GPUs and on partitions: a share has no memory of its own."""
 
 PARENT = Fact("parentUUID", "string", lambda device: device.gpu.uuid)
-"""On partitions and shares."""
+"""On partitions, shares and shared devices."""
 
 FULL_ONLY = (
     MEMORY_SLICES,
@@ -86,6 +87,8 @@ PARTITION_ONLY = (
 
 SHARE_ONLY = (PARENT, Fact("shares", "int", lambda device: device.shares))
 
+SHARED_ONLY = (PARENT, Fact("memoryLimit", "string", lambda device: device.shared.limit if device.shared else None))
+
 MONITOR_NAMES = frozenset(fact.name for fact in COMMON) | {"uuid"}
 """On monitor devices: the full GPU's, except ``type``."""
 
@@ -93,6 +96,7 @@ FACTS = {
     DeviceKind.FULL: (*COMMON, *FULL_ONLY),
     DeviceKind.PARTITION: (*COMMON, *PARTITION_ONLY),
     DeviceKind.SHARE: (*COMMON, *SHARE_ONLY),
+    DeviceKind.SHARED: (*COMMON, *SHARED_ONLY),
 }
 
 
@@ -113,15 +117,20 @@ def monitor_attributes(monitor: Monitor) -> Attributes:
     return values | {"type": {"string": MONITOR_TYPE}}
 
 
-def capacity(device: Device) -> dict[str, dict[str, str]]:
+def capacity(device: Device) -> dict[str, dict[str, Any]]:
     """``memory`` in bytes and, where NVML reports them, ``multiprocessors``.
 
-    A share has none: whoever takes turns on a GPU may take all of its memory, so there is nothing to promise.
+    A share has none: whoever takes turns on a GPU may take all of its memory, so there is nothing to promise. Of a
+    shared device each claim consumes a part of ``memory``, in steps of 1 GiB; all of it if it states none. It has no
+    other capacity: one without a request policy is consumed whole by the first claim.
     """
     if device.kind is DeviceKind.SHARE:
         return {}
+    if device.shared is not None:
+        policy = {"default": f"{device.shared.gib}Gi", "validRange": {"min": "1Gi", "step": "1Gi"}}
+        return {MEMORY_CAPACITY: {"value": quantity(device.shared.memory_bytes), "requestPolicy": policy}}
     source = device.profile or device.gpu
-    quantities = {"memory": {"value": quantity(source.memory_bytes)}}
+    quantities: dict[str, dict[str, Any]] = {MEMORY_CAPACITY: {"value": quantity(source.memory_bytes)}}
     if source.multiprocessors is not None:
         quantities["multiprocessors"] = {"value": quantity(source.multiprocessors)}
     return quantities

@@ -19,6 +19,7 @@ from driver.model.device import SLICE_VALUE, Device, Monitor
 from driver.model.gpu import Gpu, Limit, MigMode, Profile, heaviest, limits_of
 from driver.model.gpu_events_and_conditions import DeviceCondition
 from driver.model.offer import DeviceKind
+from driver.model.shared_memory import SHARING_FIELD
 from driver.placement.ranking import full_first, order_offers
 from driver.slices.attributes import attributes, capacity, monitor_attributes, quantity
 from driver.slices.slice_names import DEVICES_PER_GPU, Pool, counter_set
@@ -49,7 +50,7 @@ class PublishedGpu:
     ``foreign`` is the mask of memory slices under partitions that Tessera did not make, ``fault`` why the GPU
     can't be used at present: its devices stay, tainted, since one of them may have been given out just now.
     ``closed`` are names of devices that are there to be counted, and not to be given to anybody new; ``conditions`` why
-    some of its devices are not, though the GPU answers. ``divided``: the node's settings divide it into shares.
+    some of its devices are not, though the GPU answers. ``divided``: the node's settings let several claims have it.
     ``unpublished``: its slices contain neither its devices nor its counter set, because nothing of it is offered.
     ``counted``: its devices consume shared counters, because they overlap or may do so. ``keeps_taints``: False: the
     API server drops taints, so free devices that no new claim may get at present are left out of the slices.
@@ -73,9 +74,19 @@ class PublishedGpu:
     mig_uuids: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def shared(self) -> Iterable[Device]:
+        """The shared device that claims have, if others can get more of it."""
+        return (d for d in self.held if d.kind is DeviceKind.SHARED and d.name not in self.closed)
+
+    @property
+    def visible_offers(self) -> int:
+        """The number of devices in its slice that are offered, or leave it."""
+        return 0 if self.unpublished else len((*self.offers, *self.shared))
+
+    @property
     def is_offering(self) -> bool:
         """Whether its slice has devices that new claims can get, but for faults."""
-        return not self.unpublished and any(device.name not in self.closed for device in self.offers)
+        return not self.unpublished and any(device.name not in self.closed for device in (*self.shared, *self.offers))
 
     @property
     def occupied(self) -> int:
@@ -209,6 +220,8 @@ def _without_taints(device: Device, counters: str) -> Content:
         content["consumesCounters"] = consumption(device, counters, limits_of(device.gpu.profiles))
     if amounts := capacity(device):
         content["capacity"] = amounts
+    if device.kind is DeviceKind.SHARED:
+        content[SHARING_FIELD] = True
     return content
 
 

@@ -16,6 +16,7 @@ from driver.errors import INVALID, ApiError
 from driver.kube.client import KubeClient, Object, RequestObserver
 from driver.kube.get_and_list import RESOURCE_GROUP
 from driver.model.plan import COUNTERS_FIELD, TAINTS_FIELD
+from driver.model.shared_memory import SHARING_FIELD
 from driver.slices.build import CLOSED, slice_object
 from driver.slices.slice_names import Pool, shortened
 
@@ -25,7 +26,9 @@ SLICES = f"{RESOURCE_GROUP}/resourceslices"
 
 BAD_REQUEST = 400
 
-FIELD_OF = {COUNTERS_FIELD: COUNTERS_FIELD, "sharedCounters": COUNTERS_FIELD, TAINTS_FIELD: TAINTS_FIELD}
+FIELDS = (COUNTERS_FIELD, TAINTS_FIELD, SHARING_FIELD)
+
+FIELD_OF = {**{field: field for field in FIELDS}, "sharedCounters": COUNTERS_FIELD, "requestPolicy": SHARING_FIELD}
 """The field of a device that is dropped together with a field of a slice."""
 
 
@@ -39,7 +42,7 @@ class KeptFields:
     def __init__(self, on_due: Callable[[], None] = lambda: None) -> None:
         self._on_due = on_due
         self.dropped: tuple[str, ...] = ()
-        """The fields that are not kept, of COUNTERS_FIELD and TAINTS_FIELD."""
+        """The fields that are not kept, of FIELDS."""
 
         self._due = True
         self._lock = threading.Lock()
@@ -79,7 +82,7 @@ class KeptFields:
         with self._lock:
             fields = {FIELD_OF.get(path.rpartition(".")[2]) for path in dropped}
             all_dropped = {*fields, *self.dropped}
-            return self._set(tuple(field for field in (COUNTERS_FIELD, TAINTS_FIELD) if field in all_dropped))
+            return self._set(tuple(field for field in FIELDS if field in all_dropped))
 
     def _set(self, dropped: tuple[str, ...]) -> bool:
         """The caller holds the lock."""
@@ -95,6 +98,7 @@ def _dry_run(client: KubeClient, pool: Pool) -> tuple[str, ...]:
     fields: Object = {
         COUNTERS_FIELD: [{"counterSet": "gpu-0", "counters": {"memory-slice-0": {"value": "1"}}}],
         TAINTS_FIELD: [CLOSED],
+        SHARING_FIELD: True,
     }
     content = {"devices": [{"name": "gpu-0", **fields}]}
     body = slice_object(shortened(f"dry-run-{pool.node}-{pool.driver}"), content, pool, 1, 1, None)
@@ -104,7 +108,9 @@ def _dry_run(client: KubeClient, pool: Pool) -> tuple[str, ...]:
         if error.status not in (BAD_REQUEST, INVALID):
             raise
         # 1.34 with the gate on admits counters only in the slice of their set, which newer versions refuse.
-        log.warning("the API server refuses a device with counters and taints", extra={"error": str(error)})
+        log.warning(
+            "the API server refuses a device with counters, taints and shared memory", extra={"error": str(error)}
+        )
         return tuple(fields)
     [device] = stored["spec"]["devices"]
     return tuple(field for field in fields if field not in device)

@@ -33,6 +33,10 @@ LISTED_FAILURES = 3
 """Most failures of one step that its message describes; the others are counted."""
 
 
+TRIED_LIMIT = 1 << 30
+"""Bytes: claims have whole GiB, too."""
+
+
 class StepSkipped(Exception):
     """Why a step does not apply."""
 
@@ -210,6 +214,22 @@ def time_slice(tested: TestedGpu) -> str:
     return f"set to {TimeSlice.SHORT.value} and back to {TimeSlice.DEFAULT.value}"
 
 
+def memory_limit(tested: TestedGpu) -> str:
+    gpu, limits = tested.gpu, tested.host.memory_limits
+    reason = limits.unsupported(gpu)
+    if reason is not None:
+        raise StepSkipped(reason)
+    with limits.trial_cgroup() as cgroup:
+        limits.set(gpu, cgroup, TRIED_LIMIT)
+        limited = limits.read(gpu, cgroup).limit
+        limits.clear(gpu, cgroup)
+        cleared = limits.read(gpu, cgroup).limit
+    if (limited, cleared) != (TRIED_LIMIT, None):
+        raise HardwareError(f"a limit of {TRIED_LIMIT} bytes is read as {limited}, and once it is removed as {cleared}")
+    by = "the kernel (dmem)" if limits.is_enforced_by_kernel(gpu) else "the driver (misc)"
+    return f"set to {TRIED_LIMIT // MIB} MiB on {cgroup}, read and removed; enforced by {by}"
+
+
 def every_partition(tested: TestedGpu) -> str:
     _require_mig(tested)
     cuts, removals, failures = list[float](), list[float](), list[str]()
@@ -278,6 +298,7 @@ READING_STEPS: Mapping[str, Step] = {
 CHANGING_STEPS: Mapping[str, Step] = {
     "mig-mode": switched_mig_mode,
     "time-slice": time_slice,
+    "memory-limit": memory_limit,
     "every-partition": every_partition,
 }
 """Steps that change the GPU, which must be idle."""

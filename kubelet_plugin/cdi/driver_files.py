@@ -81,13 +81,22 @@ ENABLE_COMPAT = "enable-cuda-compat"
 """A command of hooks since version 1.17.5. Earlier ones fail if they get it, and with them the container."""
 
 
+LIMIT_MEMORY = "apply-cuda-memory-limits"
+"""A command of hooks since September 2026 (NVIDIA/nvidia-container-toolkit, pull request 2075)."""
+
+
 @dataclass(frozen=True, slots=True)
 class DriverFiles:
-    """The mounts (host path by container path), and the hook program for the runtime with the commands that it runs."""
+    """The mounts (host path by container path), and the hook program for the runtime with the commands that it runs.
+
+    ``memory_hook``: path and arguments, without the GPU, of the program that limits the memory of a container's own
+    cgroup; empty if there is none.
+    """
 
     mounts: Mapping[str, str]
     hook_commands: tuple[tuple[str, ...], ...]
     hook: str | None
+    memory_hook: tuple[str, ...] = ()
 
     @property
     def has_cuda(self) -> bool:
@@ -106,7 +115,10 @@ def find_driver_files(paths: HostPaths, driver_root: Path, cdi_hook: str = AUTO)
     directories = LOADER_DIRECTORIES if commands else (*LOADER_DIRECTORIES, NVIDIA_DIRECTORY)
     files = _copied(libraries, directories) | _programs(root) | _firmware(root)
     mounts = {path: paths.for_runtime(str(driver_root / files[path])) for path in sorted(files)}
-    return DriverFiles(mounts, tuple(commands), paths.for_runtime(f"/{hook}") if commands else None)
+    program, memory_hook = paths.for_runtime(f"/{hook}"), tuple[str, ...]()
+    if hook is not None and _has_command(paths.root, hook, LIMIT_MEMORY):
+        memory_hook = (program, LIMIT_MEMORY, "--driver-root", paths.for_runtime(str(driver_root)))
+    return DriverFiles(mounts, tuple(commands), program if commands else None, memory_hook)
 
 
 class DriverFileWatch:
@@ -210,9 +222,14 @@ def _update_ldcache(libraries: Iterable[str], ldconfig: str) -> tuple[str, ...]:
 def _enable_compat(root: Path, hook: str, libraries: Iterable[str]) -> Iterator[tuple[str, ...]]:
     """The command by which an image's newer CUDA compatibility libraries take precedence over the driver's."""
     versions = [match[1] for match in map(VERSIONED_CUDA.search, libraries) if match is not None]
-    programs = [resolve_inside(root, name) for name in (hook, f"{hook}.real")]
-    if versions and any(_contains(root / program, ENABLE_COMPAT) for program in programs if program is not None):
+    if versions and _has_command(root, hook, ENABLE_COMPAT):
         yield ENABLE_COMPAT, f"--host-driver-version={versions[0]}"
+
+
+def _has_command(root: Path, hook: str, command: str) -> bool:
+    """Whether the hook program knows a command; the GPU Operator's is a script before the real one."""
+    programs = [resolve_inside(root, name) for name in (hook, f"{hook}.real")]
+    return any(_contains(root / program, command) for program in programs if program is not None)
 
 
 def _contains(program: Path, text: str) -> bool:

@@ -5,7 +5,7 @@ Source: Container Device Interface specification 0.5 (device names that start wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,26 +22,36 @@ MOUNT_OPTIONS = ["ro", "nosuid", "nodev", "rbind", "rprivate"]
 DEVICE_BYTES = 2048
 """Bytes reserved per device of a claim: its name, variables and device nodes take about 1.5 KiB."""
 
+MIB = 1 << 20
+MEMORY_REQUEST, MEMORY_LIMIT = "NVIDIA_GPU_MEMORY_REQUEST", "NVIDIA_GPU_MEMORY_LIMIT"
+"""Variables that the hook reads as soft and hard limit. The last value counts, and specs come after the pod's."""
+
 Spec = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class CdiDevice:
-    """One allocated device: its name in the pool, its UUID (of the GPU or partition), its device nodes.
+    """One allocated device: its name, its UUID (of the GPU or partition), its device nodes.
 
-    ``shares`` is the number of shares of the GPU; 1 if the device is not shared.
+    ``shares`` is the number of shares of the GPU; 1 if the device is not a share. ``gib``: what the claim has of a
+    shared device, of which ``name`` ends with the share's id; 0 for other devices. ``memory_limit``: bytes to which
+    NVIDIA's hook limits the container's own cgroup; None: it is not called.
     """
 
     name: str
     uuid: str
     nodes: Sequence[DeviceNode]
     shares: int = 1
+    gib: int = 0
+    memory_limit: int | None = None
 
     @property
     def env(self) -> list[str]:
-        """``TESSERA_DEVICE_...`` with the UUID, and for a share ``TESSERA_SHARES_...`` with the number of shares."""
-        device = [f"{variable(self.name)}={self.uuid}"]
-        return device if self.shares == 1 else [*device, f"{variable(self.name, 'SHARES')}={self.shares}"]
+        """``TESSERA_DEVICE_...`` with the UUID; of a share ``TESSERA_SHARES_...`` with the number of shares, of a
+        shared device ``TESSERA_MEMORY_...`` with the memory."""
+        env = [f"{variable(self.name)}={self.uuid}"]
+        env += [f"{variable(self.name, 'SHARES')}={self.shares}"] if self.shares > 1 else []
+        return [*env, f"{variable(self.name, 'MEMORY')}={self.gib}Gi"] if self.gib else env
 
 
 def variable(device: str, about: str = "DEVICE") -> str:
@@ -60,22 +70,25 @@ class SpecFormat:
 
     def use(self, files: DriverFiles) -> None:
         """Mount these files from now on. Files without CUDA are mounted nowhere: others will come."""
-        self._has_cuda = files.has_cuda
+        self._has_cuda, self._memory_hook = files.has_cuda, files.memory_hook
         if self.common and not files.has_cuda:
             return
         # Compact: container runtimes read every spec again when one of them changes.
         self.common = b',\n  "containerEdits": ' + msgspec.json.encode(_edits(files)) + OBJECT_END
 
-    def encode(self, uid: str, devices: Iterable[CdiDevice]) -> bytes:
+    def encode(self, uid: str, devices: Sequence[CdiDevice]) -> bytes:
         """The content of one claim's file."""
-        own = [
+        claimed: list[Spec] = [
             {
                 "name": f"{uid}-{device.name}",
                 "containerEdits": {"env": device.env, "deviceNodes": [_node(node) for node in device.nodes]},
             }
             for device in devices
         ]
-        head = _formatted({"cdiVersion": CDI_VERSION, "kind": self._kind, "devices": own})
+        if self._memory_hook and any(device.memory_limit is not None for device in devices):
+            _add_memory_hooks(claimed, devices, self._memory_hook)
+        spec = {"cdiVersion": CDI_VERSION, "kind": self._kind, "devices": claimed}
+        head = msgspec.json.format(msgspec.json.encode(spec), indent=2)
         return head[: -len(OBJECT_END)] + self.common
 
     def is_current(self, spec: bytes) -> bool:
@@ -119,10 +132,6 @@ def mounted_in(spec: bytes) -> list[str]:
         return []
 
 
-def _formatted(spec: Mapping[str, Any]) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(spec), indent=2)
-
-
 def _edits(files: DriverFiles) -> Spec:
     """What every container with a claim gets."""
     mounts = [
@@ -137,6 +146,23 @@ def _edits(files: DriverFiles) -> Spec:
             for command in files.hook_commands
         ]
     return edits
+
+
+def _add_memory_hooks(specs: Iterable[Spec], devices: Sequence[CdiDevice], hook: Sequence[str]) -> None:
+    """Limit the memory of the container's own cgroup, unless the devices have several limits: the hook reads one.
+
+    It runs once the container has its cgroup. A soft limit of 0 leaves no trace on other cgroups.
+    """
+    limited = {device.uuid: device.memory_limit for device in devices if device.memory_limit is not None}
+    if len(set(limited.values())) > 1 or len(limited) < sum(device.memory_limit is not None for device in devices):
+        return
+    program, *arguments = hook
+    for spec, device in zip(specs, devices, strict=True):
+        if device.memory_limit is not None:
+            edits, mebibytes = spec["containerEdits"], -(-device.memory_limit // MIB)
+            edits["env"] = [*edits["env"], f"{MEMORY_REQUEST}=0", f"{MEMORY_LIMIT}={mebibytes}"]
+            command = [program.rpartition("/")[2], *arguments, "--gpu-id", device.uuid]
+            edits["hooks"] = [{"hookName": "createRuntime", "path": program, "args": command}]
 
 
 def _node(node: DeviceNode) -> Spec:

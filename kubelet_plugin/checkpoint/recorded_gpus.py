@@ -1,17 +1,24 @@
-"""The GPUs that a node is known to have: a GPU that is lost when the plugin starts stays visible, with its fault."""
+"""The GPUs that a node is known to have, and what records say of them.
+
+A GPU that is lost when the plugin starts stays visible, with its fault.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from driver.errors import StateError
+from driver.model.device import share_index
 from driver.model.gpu import Gpu
-from driver.model.plan import GpuReport, decode_inventory, encode_inventory
+from driver.model.offer import DeviceKind
+from driver.model.reported_gpus import GpuReport, decode_inventory, encode_inventory
+from driver.model.shared_memory import SharingStrategy
 from kubelet_plugin.checkpoint.files import write_atomically
+from kubelet_plugin.checkpoint.records import ClaimRecord
 
 log = logging.getLogger(__name__)
 
@@ -64,3 +71,27 @@ class KnownGpus:
             self._saved = gpus
         except StateError as error:
             log.warning("can't save the GPUs for the next start", extra={"error": str(error)})
+
+
+def held_strategies(records: Iterable[ClaimRecord]) -> dict[str, SharingStrategy]:
+    """How claims share the compute of the GPUs of which they have memory, by UUID."""
+    devices = (device for record in records for device in record.devices)
+    return {device.gpu_uuid: device.strategy for device in devices if device.strategy is not None}
+
+
+def held_shares(records: Iterable[ClaimRecord]) -> dict[str, dict[int, int]]:
+    """The shares in ``records``, by GPU: the number of each and of how many it is one."""
+    shares: dict[str, dict[int, int]] = {}
+    for device in (device for record in records for device in record.devices):
+        if device.kind is DeviceKind.SHARE:
+            shares.setdefault(device.gpu_uuid, {})[share_index(device.device)] = device.shares
+    return shares
+
+
+def slices_of_instance(records: Iterable[ClaimRecord], gpu_uuid: str, gpu_instance_id: int) -> int | None:
+    """Bit mask of the memory slices of a GPU instance that a claim has; None where no claim has it."""
+    for record in records:
+        for device in record.devices:
+            if (device.gpu_uuid, device.gpu_instance_id) == (gpu_uuid, gpu_instance_id) and device.placement:
+                return device.placement.mask
+    return None

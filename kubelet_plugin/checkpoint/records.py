@@ -9,18 +9,17 @@ does not depend on other claims.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from driver.errors import EnvironmentFault, StateError
-from driver.model.device import Device, share_index
+from driver.model.device import Device
 from driver.model.gpu import Partition, Placement
 from driver.model.gpu_settings import TimeSlice, time_slice_in_force
 from driver.model.offer import DeviceKind
+from driver.model.shared_memory import MemoryLimit, SharingStrategy
 from kubelet_plugin.checkpoint.files import TEMPORARY, remove, write_atomically
 from kubelet_plugin.inventory.inventory import ClaimReference
 
@@ -29,6 +28,10 @@ log = logging.getLogger(__name__)
 VERSION = 1
 """Version of the file format. A file of a newer version is set aside. Fields may be added without a new version: older
 programs skip unknown fields."""
+
+SHARED_VERSION = 2
+"""Version of the record of a claim that shares a GPU by memory: a program that does not know such devices must not take
+over a node, or it would offer their GPUs."""
 
 ASIDE, SETTLED = ".unreadable", ".settled"
 """Suffixes of a file that was set aside, and of one whose claim was rebuilt or released since, or was adopted."""
@@ -58,6 +61,23 @@ class DeviceRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tr
 
     time_slice: TimeSlice | None = None
     """The interval that the claim requests."""
+
+    share_id: str = msgspec.field(default="", name="shareID")
+    """Of a shared device: the scheduler's name of the part that this is; a claim may have several."""
+
+    gib: int = 0
+    """Of a shared device: the GiB that the claim has."""
+
+    strategy: SharingStrategy | None = None
+    """Of a shared device: how claims share the compute of its GPU."""
+
+    limit: MemoryLimit = MemoryLimit.NONE
+    """Of a shared device: what holds the claim to its memory."""
+
+    @property
+    def key(self) -> str:
+        """Its name among the devices of all claims of the node."""
+        return f"{self.device}-{self.share_id}" if self.share_id else self.device
 
     @property
     def placement(self) -> Placement | None:
@@ -94,6 +114,14 @@ class MonitorRecord(msgspec.Struct, frozen=True, rename="camel"):
     device: str
     gpu_uuid: str = msgspec.field(name="gpuUUID")
 
+    share_id = ""
+    """Nobody consumes anything of it."""
+
+    @property
+    def key(self) -> str:
+        """As that of a DeviceRecord."""
+        return self.device
+
 
 class Adoption(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     """What the record of NVIDIA's DRA driver says of a claim that it prepared.
@@ -113,7 +141,8 @@ class ClaimRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
     ``boot`` is the machine's boot id when it was prepared: partitions do not outlive a boot. ``releasing``: unprepare
     was called, and something may be left to release. ``monitors`` are the claim's monitor devices: it holds nothing of
     their GPUs. Earlier versions skip the field. ``adopted``: NVIDIA's DRA driver prepared the claim, so pool, names and
-    CDI spec of its devices are not ours (``coexistence.adopted_claims``).
+    CDI spec of its devices are not ours (``coexistence.adopted_claims``). ``pods``: UIDs of the pods that use it, if
+    it shares a GPU by memory; ``of_one_pod``: no other pod can use it.
     """
 
     version: int
@@ -126,6 +155,22 @@ class ClaimRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
     releasing: bool = False
     monitors: tuple[MonitorRecord, ...] = ()
     adopted: Adoption | None = None
+    pods: tuple[str, ...] = ()
+    of_one_pod: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        reference: ClaimReference,
+        phase: Literal["preparing", "prepared"],
+        devices: tuple[DeviceRecord, ...],
+        boot: str,
+        **fields: Any,
+    ) -> ClaimRecord:
+        """The record of a claim of which only these ``fields`` differ from their defaults."""
+        is_shared = any(device.kind is DeviceKind.SHARED for device in devices)
+        version = SHARED_VERSION if is_shared else VERSION
+        return cls(version, reference.namespace, reference.name, reference.uid, phase, devices, boot, **fields)
 
     def __str__(self) -> str:
         return str(self.reference)
@@ -152,7 +197,7 @@ class ClaimRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
 
     @property
     def names(self) -> set[str]:
-        """The names of all its devices."""
+        """The names of all its devices; of a shared one the device's."""
         devices = (device.device for device in self.devices)
         return {*devices, *(monitor.device for monitor in self.monitors)}
 
@@ -175,6 +220,7 @@ def device_record(
     *,
     preexisting: bool = False,
     time_slice: TimeSlice | None = None,
+    share_id: str = "",
 ) -> DeviceRecord:
     return DeviceRecord(
         requests=requests,
@@ -190,25 +236,22 @@ def device_record(
         preexisting=preexisting,
         shares=device.shares,
         time_slice=time_slice,
+        share_id=share_id,
+        gib=device.spot.at if device.shared else 0,
+        strategy=device.shared.strategy if device.shared else None,
+        limit=device.shared.limit if device.shared else MemoryLimit.NONE,
     )
 
 
-def held_shares(records: Iterable[ClaimRecord]) -> dict[str, dict[int, int]]:
-    """The shares in ``records``, by GPU: the number of each and of how many it is one."""
-    found: dict[str, dict[int, int]] = {}
-    for device in (device for record in records for device in record.devices):
-        if device.kind is DeviceKind.SHARE:
-            found.setdefault(device.gpu_uuid, {})[share_index(device.device)] = device.shares
-    return found
+def device_key(device: str, share_id: str) -> str:
+    """The name of an allocated device among those of all claims: a shared one has a part for each ``share_id``."""
+    return f"{device}-{share_id}" if share_id else device
 
 
-def slices_of_instance(records: Iterable[ClaimRecord], gpu_uuid: str, gpu_instance_id: int) -> int | None:
-    """Bit mask of the memory slices of a GPU instance that a claim has; None where no claim has it."""
-    for record in records:
-        for device in record.devices:
-            if (device.gpu_uuid, device.gpu_instance_id) == (gpu_uuid, gpu_instance_id) and device.placement:
-                return device.placement.mask
-    return None
+def device_of(key: str) -> str:
+    """The name of the device of which ``key`` names all or a part."""
+    gpu, shared, _ = key.partition("-shared-")
+    return f"{gpu}-shared" if shared else key
 
 
 RECORD = msgspec.json.Decoder(ClaimRecord)
@@ -222,8 +265,11 @@ def decode_record(data: bytes, path: Path) -> ClaimRecord:
         record = RECORD.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise StateError(f"{path}: not a checkpoint record: {error}") from error
-    if record.version != VERSION:
-        raise StateError(f"{path}: version is {record.version}, this program reads version {VERSION}")
+    if record.version not in (VERSION, SHARED_VERSION):
+        raise StateError(
+            f"{path}: the record of claim {record} has version {record.version}, this program reads versions {VERSION} "
+            f"and {SHARED_VERSION}"
+        )
     if path.stem != record.uid:
         raise StateError(f"{path}: is about claim {record.uid}, its name says otherwise")
     return record
@@ -351,16 +397,3 @@ class Checkpoint:
         except OSError as error:
             log.error("can't set a checkpoint record aside", extra={"path": str(path), "error": str(error)})
         log.error("set a checkpoint record aside", extra={"error": str(why), "keptAs": str(aside)})
-
-
-def check_readable(state_dir: Path) -> None:
-    """Raise StateError for the first record that this version can't read: of another version, or damaged.
-
-    Only reads, while another instance is active.
-    """
-    try:
-        for path in sorted((state_dir / "claims").glob("[!.]*.json")):
-            with suppress(FileNotFoundError):  # released meanwhile
-                decode_record(path.read_bytes(), path)
-    except OSError as error:
-        raise StateError(f"can't read the checkpoint in {state_dir}: {error.strerror}") from error

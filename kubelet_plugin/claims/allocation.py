@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import NamedTuple
 
@@ -13,12 +13,13 @@ from driver.config.opaque_parameters import FITTING, AnyParameters, parse_parame
 from driver.errors import ClaimError, HardwareError
 from driver.kube.tolerant_json import decode
 from driver.kube.types import Claim, Configuration, Result
-from driver.model.device import Device
+from driver.model.device import Device, merged
 from driver.model.gpu_settings import TimeSlice
-from driver.model.offer import DeviceKind
+from driver.model.offer import SHARED, DeviceKind, Spot
+from driver.model.shared_memory import MEMORY_CAPACITY, SharedMemory, gib_of
 from driver.placement.occupancy import overlap
 from driver.slices.slice_names import Pool
-from kubelet_plugin.checkpoint.records import MonitorRecord
+from kubelet_plugin.checkpoint.records import MonitorRecord, device_key
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 
 FROM_CLASS = "FromClass"
@@ -30,19 +31,27 @@ JSON_DECODER = msgspec.json.Decoder()
 class AllocatedDevice:
     """One device allocated to the claim, and the requests it serves (base names, without subrequest).
 
-    ``time_slice`` is the interval that its effective parameters request; None: they request none.
+    ``time_slice`` is the interval that its effective parameters request; None: they request none. ``share_id`` is the
+    scheduler's name of the part of a shared device that this is; empty for other devices. ``key`` is as in its record.
     """
 
     device: Device
     requests: tuple[str, ...]
     time_slice: TimeSlice | None = None
+    share_id: str = ""
+    key: str = ""
 
 
 class ResolvedClaim(NamedTuple):
-    """The devices that a claim gets, and its monitor devices, which hold nothing of their GPUs."""
+    """The devices that a claim gets, and its monitor devices, which hold nothing of their GPUs.
+
+    ``pods``: the UIDs of the pods that use it, if it shares a GPU by memory; ``of_one_pod``: it was made for one pod.
+    """
 
     devices: Sequence[AllocatedDevice]
     monitors: tuple[MonitorRecord, ...]
+    pods: tuple[str, ...] = ()
+    of_one_pod: bool = False
 
 
 def resolve(reference: ClaimReference, claim: Claim, pool: Pool, inventory: Inventory) -> ResolvedClaim:
@@ -62,20 +71,34 @@ def resolve(reference: ClaimReference, claim: Claim, pool: Pool, inventory: Inve
     monitoring = [result for result in results if result.admin_access]
     exclusive = [result for result in results if not result.admin_access] if monitoring else results
     requests = [(result.request, _device(reference, result, pool, inventory)) for result in exclusive]
+    share_ids = [result.share_id or "" for result in exclusive]
     config = [entry for entry in allocation.config if entry.opaque is not None and entry.opaque.driver == pool.driver]
     parameters = _parameters(reference, requests, config) if config else {}
     allocated: dict[str, AllocatedDevice] = {}
-    for request, device in requests:
+    for (request, device), share_id in zip(requests, share_ids, strict=True):
         effective = parameters.get((request, device.name))
-        served = allocated[device.name].requests if device.name in allocated else ()
+        key = device_key(device.name, share_id) if share_id else device.name
+        served = allocated[key].requests if key in allocated else ()
         base = request.split("/", 1)[0]
-        allocated[device.name] = AllocatedDevice(
-            device, served if base in served else (*served, base), effective.time_slice if effective else None
+        allocated[key] = AllocatedDevice(
+            device,
+            served if base in served else (*served, base),
+            effective.time_slice if effective else None,
+            share_id,
+            key,
         )
     if len(allocated) > 1:
         _refuse_shares_of_one_gpu(reference, allocated.values(), pool.driver)
     monitors = _monitors(reference, monitoring, pool, inventory) if monitoring else ()
-    return ResolvedClaim(list(allocated.values()), monitors)
+    if not any(share_ids):
+        return ResolvedClaim(list(allocated.values()), monitors)
+    of_one_pod = any(owner.kind == "Pod" and owner.controller for owner in claim.metadata.owner_references)
+    return ResolvedClaim(list(allocated.values()), monitors, pods_of(claim), of_one_pod)
+
+
+def pods_of(claim: Claim) -> tuple[str, ...]:
+    """The UIDs of the pods that use ``claim``, sorted."""
+    return tuple(sorted(user.uid for user in claim.status.reserved_for if user.resource == "pods" and user.uid))
 
 
 def _monitors(
@@ -114,11 +137,28 @@ def _device(reference: ClaimReference, result: Result, pool: Pool, inventory: In
     device = inventory.device(result.device)
     if device is None:
         raise ClaimError(f"{where}: {_unknown(result.device, inventory)}")
-    return device
+    return device if device.shared is None else _part(where, result, device, device.shared)
+
+
+def _part(where: str, result: Result, device: Device, shared: SharedMemory) -> Device:
+    """The part of a shared device that ``result`` gives the claim."""
+    if result.share_id is None:
+        raise ClaimError(
+            f"{where}: {device.name} was allocated without a shareID, as if no other claim could have it: the "
+            "scheduler lacks the feature gate DRAConsumableCapacity; delete the pod, and remove --shared"
+        )
+    gib = gib_of(result.consumed_capacity, shared.gib)
+    if gib is None:
+        amount = (result.consumed_capacity or {}).get(MEMORY_CAPACITY)
+        raise ClaimError(f"{where}: {device.name}: consumedCapacity memory {amount!r} is no positive quantity like 6Gi")
+    return replace(device, spot=Spot(SHARED, gib))
 
 
 def _unknown(name: str, inventory: Inventory) -> str:
     names = {f"gpu-{inventory.number(gpu)}": gpu for gpu in inventory.gpus}
+    shared = name.removesuffix("-shared")
+    if shared != name and shared in names:
+        return f"{name} does not exist any more: the settings share {shared} no longer; delete the pod"
     gpu, part, _ = name.partition("-share-")
     if part and gpu in names:
         now = sum(device.kind is DeviceKind.SHARE for device in inventory.devices_on(names[gpu]))
@@ -204,19 +244,22 @@ def refuse_unusable(reference: ClaimReference, allocated: Sequence[AllocatedDevi
                 f"claim {reference}: its own devices {item.device} and {other.device} overlap; "
                 "the scheduler allocates only devices whose memory slices are disjoint"
             )
-    for item in allocated:
-        fault = inventory.fault(item.device.gpu)
+    devices = [item.device for item in allocated]
+    for device in merged(devices) if len(devices) > 1 else devices:
+        fault = inventory.fault(device.gpu)
         if fault is not None:
-            raise HardwareError(f"claim {reference}: {item.device} can't be used at present: {fault}")
-        owner = inventory.reserved_reason(reference.uid, item.device.gpu)
+            raise HardwareError(f"claim {reference}: {device} can't be used at present: {fault}")
+        owner = inventory.reserved_reason(reference.uid, device.gpu)
         if owner is not None:
-            raise ClaimError(
-                f"claim {reference}: {item.device} is reserved for another driver: {owner}; delete the pod"
-            )
-        conflict = inventory.conflict(reference.uid, item.device)
+            raise ClaimError(f"claim {reference}: {device} is reserved for another driver: {owner}; delete the pod")
+        if device.shared is not None:
+            overdrawn = inventory.overdrawn_reason(reference.uid, device, device.shared)
+            if overdrawn is not None:
+                raise ClaimError(f"claim {reference}: {overdrawn}")
+        conflict = inventory.conflict(reference.uid, device)
         if conflict is not None:
             holder, held = conflict
             raise ClaimError(
-                f"claim {reference}: {item.device} overlaps {held}, which {holder.as_holder()} still holds on this "
+                f"claim {reference}: {device} overlaps {held}, which {holder.as_holder()} still holds on this "
                 "node; it is prepared once that claim is unprepared"
             )

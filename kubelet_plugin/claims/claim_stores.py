@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from driver.errors import HardwareError, StateError
 from driver.model.device import Device, devices_of, share_index
-from driver.model.offer import SHARE, DeviceKind, Spot
+from driver.model.offer import SHARE, SHARED, DeviceKind, Spot
 from driver.slices.slice_names import Pool
 from kubelet_plugin.cdi.spec_files import CdiDirectory
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
-from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, DeviceRecord
+from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, DeviceRecord, device_of
 from kubelet_plugin.inventory.inventory import Inventory
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class ClaimStores:
         """
         current = self.inventory.device(entry.device)
         if current is not None and current.gpu.uuid == entry.gpu_uuid and current.shares == entry.shares:
-            return current
+            return current if current.shared is None else replace(current, spot=Spot(SHARED, entry.gib))
         gpu = self.inventory.gpu(entry.gpu_uuid)
         if gpu is not None and entry.kind is DeviceKind.SHARE:
             return Device(entry.device, gpu, Spot(SHARE, share_index(entry.device)), shares=entry.shares)
@@ -89,7 +89,7 @@ class ClaimStores:
     def hold_unrecorded(self, uid: str) -> None:
         """Hold the known devices in the CDI spec of a claim without a checkpoint record."""
         try:
-            devices = [self.inventory.device(name) for name in self.cdi.devices(uid)]
+            devices = [self.inventory.device(device_of(key)) for key in self.cdi.devices(uid)]
         except StateError as error:
             log.error("can't read which devices a claim has", extra={"claimUID": uid, "error": str(error)})
             return

@@ -14,10 +14,10 @@ from driver.model.gpu import Gpu
 from driver.model.offer import DeviceKind
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
-from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord, device_record
+from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord, device_record
+from kubelet_plugin.claims.claim_memory import GpuSettingsOfClaims
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.partitions import Partitions
-from kubelet_plugin.claims.time_slices import TimeSlices
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.step_names import NodeStep, StepRunner
 
@@ -32,7 +32,7 @@ class ClaimCleanup:
 
     _stores: ClaimStores
     _partitions: Partitions
-    _time_slices: TimeSlices
+    _settings: GpuSettingsOfClaims
     _changes: ChangeNotifier
     _step: StepRunner
 
@@ -107,16 +107,8 @@ class ClaimCleanup:
             return None
         named = stores.cdi.devices(reference.uid)
         entries = [self._entry(reference, name, uuid) for name, uuid in named.items()]
-        return ClaimRecord(
-            VERSION,
-            reference.namespace,
-            reference.name,
-            reference.uid,
-            "prepared",
-            tuple(entry for entry in entries if entry is not None),
-            stores.boot,
-            releasing=True,
-        )
+        devices = tuple(entry for entry in entries if entry is not None)
+        return ClaimRecord.of(reference, "prepared", devices, stores.boot, releasing=True)
 
     def _entry(self, reference: ClaimReference, name: str, uuid: str) -> DeviceRecord | None:
         """The record of one device to release; None if there is nothing to release.
@@ -183,7 +175,7 @@ class ClaimCleanup:
 
     def _undo(self, record: ClaimRecord) -> None:
         work = [partial(self._remove_spec, record)]
-        work += [partial(self._restore_time_slice, record, uuid) for uuid in sorted(record.gpu_uuids)]
+        work += [partial(self._restore_settings, record, uuid) for uuid in sorted(record.gpu_uuids)]
         work += [partial(self._remove_partition, record, device) for device in record.devices]
         failures: list[RecoverableError] = []
         for undo in work:
@@ -206,11 +198,11 @@ class ClaimCleanup:
             else:
                 self._stores.cdi.remove_adopted(record.uid)
 
-    def _restore_time_slice(self, record: ClaimRecord, uuid: str) -> None:
+    def _restore_settings(self, record: ClaimRecord, uuid: str) -> None:
         gpu = self._stores.inventory.gpu(uuid)
-        # A GPU that does not answer has lost its interval or accepts no other: the release does not wait for it.
+        # A GPU that does not answer has lost its settings or accepts no others: the release does not wait for it.
         if gpu is not None and self._stores.inventory.fault(gpu) is None:
-            self._time_slices.release(gpu, record)
+            self._settings.release(gpu, record)
 
     def _remove_partition(self, record: ClaimRecord, device: DeviceRecord) -> None:
         if device.kind is not DeviceKind.PARTITION or device.preexisting:

@@ -72,7 +72,7 @@ class Partitions:
         gpu = device.gpu
         if device.profile is None or device.placement is None:
             self._set_mig_mode(gpu, enabled=False, now=mig_enabled)
-            if device.kind is DeviceKind.SHARE:
+            if device.kind in (DeviceKind.SHARE, DeviceKind.SHARED):
                 self._check_shareable(device)
             return None
         if entry.preexisting:
@@ -98,7 +98,7 @@ class Partitions:
             if recorded.complete and self.host.is_current(device.gpu, recorded):
                 return recorded
         elif device.profile is None and not device.gpu.mig_mode.in_force:
-            if device.kind is DeviceKind.SHARE:
+            if device.kind in (DeviceKind.SHARE, DeviceKind.SHARED):
                 self._check_shareable(device)
             return None
         return self.make(device, entry)

@@ -24,12 +24,12 @@ from driver.model.offer import DeviceKind
 from kubelet_plugin.cdi.spec_format import CdiDevice
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
-from kubelet_plugin.checkpoint.records import VERSION, Adoption, ClaimRecord, DeviceRecord, MonitorRecord, device_record
+from kubelet_plugin.checkpoint.records import Adoption, ClaimRecord, DeviceRecord, MonitorRecord, device_record
 from kubelet_plugin.claims.allocation import AllocatedDevice, ResolvedClaim, refuse_unusable, resolve
+from kubelet_plugin.claims.claim_memory import GpuSettingsOfClaims
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.cleanup import ClaimCleanup
 from kubelet_plugin.claims.partitions import Partitions
-from kubelet_plugin.claims.time_slices import TimeSlices
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.step_names import NodeStep, StepRunner
 
@@ -47,6 +47,7 @@ class PreparedDevice:
     pool: str
     device: str
     cdi_device_ids: tuple[str, ...]
+    share_id: str = ""
 
 
 class ClaimReader:
@@ -77,13 +78,13 @@ class Preparer:
         claims: ClaimReader,
         stores: ClaimStores,
         partitions: Partitions,
-        time_slices: TimeSlices,
+        gpu_settings: GpuSettingsOfClaims,
         changes: ChangeNotifier,
         repaired: Callable[[ClaimRecord, str], None],
         steps: StepRunner,
     ) -> None:
-        self.cleanup = ClaimCleanup(stores, partitions, time_slices, changes, steps)
-        self._claims, self._stores, self._partitions, self._time_slices = claims, stores, partitions, time_slices
+        self.cleanup = ClaimCleanup(stores, partitions, gpu_settings, changes, steps)
+        self._claims, self._stores, self._partitions, self.gpu_settings = claims, stores, partitions, gpu_settings
         self._changes, self._repaired, self._step = changes, repaired, steps
 
     def prepare(self, reference: ClaimReference) -> Sequence[PreparedDevice]:
@@ -124,11 +125,9 @@ class Preparer:
                 "gpus": ",".join(sorted({entry.gpu_uuid for entry in entries})),
             },
         )
-        specs = stores.cdi.specs
-        return [
-            PreparedDevice(entry.requests, entry.pool, entry.device, (specs.device_id(record.uid, entry.device),))
-            for entry in entries
-        ]
+        device_id = stores.cdi.specs.device_id
+        named = [(e, device_id(record.uid, e.key if e.share_id else e.device)) for e in entries]
+        return [PreparedDevice(e.requests, e.pool, e.device, (name,), e.share_id) for e, name in named]
 
     def _adopted_answer(self, record: ClaimRecord, adopted: Adoption) -> Sequence[PreparedDevice]:
         """The answer of NVIDIA's driver, whose CDI spec the claim's running containers have."""
@@ -214,7 +213,7 @@ class Preparer:
         fault = None if device is None else self._stores.inventory.fault(device.gpu)
         if device is None or fault is not None:
             raise HardwareError(f"claim {record}: {entry.device} can't be used at present: {fault or 'no such device'}")
-        return AllocatedDevice(device, entry.requests, entry.time_slice)
+        return AllocatedDevice(device, entry.requests, entry.time_slice, entry.share_id, entry.key)
 
     # The caller holds the locks of the claim and of its GPUs
 
@@ -223,16 +222,15 @@ class Preparer:
     ) -> ClaimRecord:
         """Prepare ``allocated``. If ``record`` is of an earlier allocation of the claim, that one is released first."""
         stores = self._stores
-        if record is not None and {entry.device for entry in record.devices} != {
-            item.device.name for item in allocated.devices
-        }:
+        if record is not None and {entry.key for entry in record.devices} != {item.key for item in allocated.devices}:
             extra = {"claim": str(record), "devices": ",".join(sorted(record.names))}
             log.warning("a prepared claim was allocated anew: releasing the earlier devices", extra=extra)
             self.cleanup.release(record)
             record = None
-        if record is not None and record.monitors != allocated.monitors:
-            # The record is of a version that knows no monitor devices, or of an allocation with other monitor devices.
-            record = replace(record, monitors=allocated.monitors)
+        if record is not None and (record.monitors, record.pods) != (allocated.monitors, allocated.pods):
+            # The record is of a version that knows no monitor devices, or of an allocation with others; or more pods
+            # use the claim.
+            record = replace(record, monitors=allocated.monitors, pods=allocated.pods)
             stores.checkpoint.put(record)
         refuse_unusable(reference, allocated.devices, stores.inventory)
         # Held before the intent is on disk: concurrent work must find the devices taken.
@@ -293,19 +291,12 @@ class Preparer:
                 stores.inventory.number(item.device.gpu),
                 preexisting=stores.inventory.is_preexisting(item.device),
                 time_slice=item.time_slice,
+                share_id=item.share_id,
             )
             for item in allocated.devices
         ]
-        return ClaimRecord(
-            version=VERSION,
-            namespace=reference.namespace,
-            name=reference.name,
-            uid=reference.uid,
-            phase=phase,
-            devices=tuple(entries),
-            boot=stores.boot,
-            monitors=allocated.monitors,
-        )
+        fields = {"monitors": allocated.monitors, "pods": allocated.pods, "of_one_pod": allocated.of_one_pod}
+        return ClaimRecord.of(reference, phase, tuple(entries), stores.boot, **fields)
 
     def _rebuild_record(self, reference: ClaimReference, allocated: ResolvedClaim) -> ClaimRecord:
         """Write a record of a claim whose record was lost. It may be in use: the record never says to release it.
@@ -341,10 +332,11 @@ class Preparer:
         ``mig_modes``: whether GPUs that were checked just now are in MIG mode, by UUID; updated here.
         """
         stores, was_prepared = self._stores, record.prepared_in_this_boot(self._stores.boot)
-        entries = {entry.device: entry for entry in record.devices}
+        entries = {(entry.device, entry.share_id): entry for entry in record.devices}
         devices: list[CdiDevice] = []
         for item in allocated:
-            device, entry = item.device, entries[item.device.name]
+            device, part = item.device, (item.device.name, item.share_id)
+            entry = entries[part]
             if was_prepared:
                 partition = self._partitions.verify(device, entry)
             else:
@@ -353,14 +345,16 @@ class Preparer:
                     # Making the device has switched the GPU: on for a partition, off otherwise.
                     mig_modes[device.gpu.uuid] = partition is not None
             uuid = device.gpu.uuid if partition is None else str(partition.uuid)
-            devices.append(CdiDevice(device.name, uuid, self._partitions.nodes(device.gpu, partition), device.shares))
-            entries[device.name] = entry.with_partition(partition)
+            nodes = self._partitions.nodes(device.gpu, partition)
+            memory_limit = self.gpu_settings.memory.container_limit(device.gpu, entry) if entry.gib else None
+            devices.append(CdiDevice(item.key, uuid, nodes, device.shares, entry.gib, memory_limit))
+            entries[part] = entry.with_partition(partition)
         for monitor in record.monitors:
             nodes = self._partitions.monitor_device_nodes(monitor.gpu_uuid)
             devices.append(CdiDevice(monitor.device, monitor.gpu_uuid, nodes))
         for gpu in {item.device.gpu.uuid: item.device.gpu for item in allocated}.values():
-            if any(entry.time_slice is not None and entry.gpu_uuid == gpu.uuid for entry in record.devices):
-                self._time_slices.apply(gpu, record)
+            if any(entry.time_slice or entry.gib for entry in record.devices):
+                self.gpu_settings.apply(gpu, record)
         with self._step(NodeStep.WRITE_CDI_SPEC, claim=record):
             spec_written = stores.cdi.write(record.uid, devices, reserved=not was_prepared)
         prepared = replace(record, phase="prepared", devices=tuple(entries.values()), boot=stores.boot, releasing=False)

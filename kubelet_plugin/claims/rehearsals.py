@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from driver.errors import RecoverableError, StateError
 from driver.model.device import Device
 from driver.model.gpu_settings import TimeSlice
-from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, device_record
+from kubelet_plugin.checkpoint.records import ClaimRecord, device_record
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.cleanup import ClaimCleanup
 from kubelet_plugin.claims.partitions import Partitions
@@ -40,9 +40,7 @@ class Rehearsals:
             raise StateError(f"what {reference.name} made before could not be removed yet")
         number = stores.inventory.number(device.gpu)
         device_entry = device_record(device, stores.pool.name, (), number, time_slice=time_slice)
-        record = ClaimRecord(
-            VERSION, reference.namespace, reference.name, reference.uid, "preparing", (device_entry,), stores.boot
-        )
+        record = ClaimRecord.of(reference, "preparing", (device_entry,), stores.boot)
         stores.inventory.hold(reference, [device])
         try:
             stores.checkpoint.put(record)

@@ -28,7 +28,7 @@ from driver.kube.types import ClaimStatus
 from driver.model.gpu import Gpu, Partition
 from driver.model.gpu_settings import TimeSlice
 from driver.model.offer import DeviceKind
-from kubelet_plugin.checkpoint.records import VERSION, Adoption, ClaimRecord, DeviceRecord, MonitorRecord
+from kubelet_plugin.checkpoint.records import Adoption, ClaimRecord, DeviceRecord, MonitorRecord
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.preparer import ClaimReader
 from kubelet_plugin.inventory.inventory import ClaimReference
@@ -273,11 +273,8 @@ class Adopter:
         ids = {answer.device: answer.cdi_device_ids or () for answer in answers}
         if lacking := {result.device for result in results} - ids.keys():
             raise StateError(f"preparedDevices of claim {reference} lacks {min(lacking)}, which is allocated to it")
-        return ClaimRecord(
-            VERSION,
-            reference.namespace,
-            reference.name,
-            reference.uid,
+        return ClaimRecord.of(
+            reference,
             "prepared",
             tuple(device for device in devices if device.device not in monitored),
             self._stores.boot,

@@ -19,7 +19,7 @@ from driver.kube.get_and_list import NODE, RESOURCE_GROUP, read_object
 from driver.kube.slice_types import ResourceSlice
 from driver.kube.types import Metadata, Node
 from driver.kube.watch_cache import WatchCache
-from driver.model.plan import OWNED_SUFFIX
+from driver.model.reported_gpus import OWNED_SUFFIX
 from kubelet_plugin.changes import ChangeNotifier, NodeChange, NodeEventSink
 from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.inventory.scan import Scanner

@@ -76,6 +76,7 @@ class DraService:
                     pool_name=device.pool,
                     device_name=device.device,
                     cdi_device_ids=device.cdi_device_ids,
+                    share_id=device.share_id or None,
                 )
         return response
 

@@ -23,7 +23,8 @@ from driver.model.gpu import Gpu
 from driver.model.gpu_events_and_conditions import ConditionType, DeviceCondition, GpuEvent
 from driver.model.plan import ClearedFaults, NodeConditionType, PlanSpec
 from kubelet_plugin.changes import ChangeNotifier, GpuChange, NodeChange, NodeEventSink
-from kubelet_plugin.checkpoint.records import Checkpoint, slices_of_instance
+from kubelet_plugin.checkpoint.recorded_gpus import slices_of_instance
+from kubelet_plugin.checkpoint.records import Checkpoint
 from kubelet_plugin.health import recorded_faults
 from kubelet_plugin.health.device_conditions import (
     FAILING,

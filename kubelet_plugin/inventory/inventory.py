@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from driver.model.device import Device, Monitor, devices_of, number_gpus, share_device, share_indices
+from driver.model.device import (
+    Device,
+    Monitor,
+    devices_of,
+    merged,
+    number_gpus,
+    share_device,
+    share_indices,
+    shared_device,
+)
 from driver.model.gpu import Gpu, MigMode
 from driver.model.gpu_events_and_conditions import DeviceCondition
-from driver.model.gpu_settings import NO_GPU, GpuSelection
+from driver.model.gpu_settings import UNSHARED, GpuSharing
 from driver.model.offer import DeviceKind
-from driver.model.plan import CORDONED_PREFIX, FaultKind, GpuReport
+from driver.model.reported_gpus import CORDONED_PREFIX, FaultKind, GpuReport
+from driver.model.shared_memory import SharedMemory, SharingStrategy
 from driver.placement.occupancy import in_the_way
 from driver.slices.build import PublishedGpu
 from kubelet_plugin.inventory.published_devices import (
@@ -48,21 +58,15 @@ class ClaimReference:
         return f"claim {self} ({self.uid})"
 
 
-@dataclass(frozen=True, slots=True)
-class GpuSharing:
-    """The number of shares of each GPU (0: none), and the GPUs that are offered as shares only."""
-
-    shares_of: Callable[[Gpu], int]
-    only: GpuSelection = NO_GPU
-
-
-UNSHARED = GpuSharing(lambda _: 0)
+SHOWN_HOLDERS = 5
+"""Claims that a message names."""
 
 
 class Inventory:
     """Thread-safe. ``numbers`` is each GPU's number in device names, by UUID; ``sharing`` how GPUs are shared.
 
     ``held_shares`` are the shares that are held at the start, by GPU: index -> number of shares of the GPU.
+    ``held_shared``: how the GPUs are shared of which claims have memory at the start; that does not change meanwhile.
     """
 
     def __init__(
@@ -71,16 +75,18 @@ class Inventory:
         numbers: Mapping[str, int],
         sharing: GpuSharing = UNSHARED,
         held_shares: Mapping[str, Mapping[int, int]] | None = None,
+        held_shared: Mapping[str, SharingStrategy] | None = None,
     ) -> None:
         self._lock = threading.Lock()
-        self._held_shares = held_shares or {}
+        self._held_shares, self._held_shared = held_shares or {}, held_shared or {}
         self._sharing = sharing
         self._gpus: dict[str, Gpu] = {}
         self._numbers = dict(numbers)
         self._by_gpu: dict[str, tuple[Device, ...]] = {}
         self._devices: dict[str, Device] = {}
         self._outdated: dict[str, Device] = {}
-        """Shares that were held at the start, of another number of shares than their GPU has now."""
+        """Devices that were held at the start and that no new claim may get: shares of another number of shares than
+        their GPU has now, shared devices of GPUs that are not shared any more."""
         self._faults: dict[str, str] = {}
         self._held: dict[str, tuple[ClaimReference, tuple[Device, ...]]] = {}
         self._foreign: dict[str, ForeignPartitions] = defaultdict(ForeignPartitions)
@@ -140,8 +146,11 @@ class Inventory:
             if self._gpus.get(uuid) is not gpu:
                 number, shares = self._numbers[uuid], self._sharing.shares_of(gpu)
                 held = self._held_shares.get(uuid, {})
-                self._by_gpu[uuid] = devices_of(gpu, number, shares, share_indices(shares, held))
-                outdated = (share_device(gpu, number, index, of) for index, of in held.items() if of != shares)
+                shared = self._shared(gpu)
+                self._by_gpu[uuid] = devices_of(gpu, number, shares, share_indices(shares, held), shared)
+                outdated = [share_device(gpu, number, index, of) for index, of in held.items() if of != shares]
+                if shared is None and (memory := self._sharing.memory_of(gpu, self._held_shared.get(uuid))) is not None:
+                    outdated.append(shared_device(gpu, number, memory))
                 self._outdated |= {device.name: device for device in outdated}
         self._gpus = gpus
         self._devices = {device.name: device for devices in self._by_gpu.values() for device in devices}
@@ -150,12 +159,17 @@ class Inventory:
             for uid, (holder, devices) in self._held.items()
         }
 
+    def _shared(self, gpu: Gpu) -> SharedMemory | None:
+        """How ``gpu`` is shared by memory: as at the start, if claims had some of it then."""
+        strategy = self._sharing.strategy_of(gpu)
+        return self._sharing.memory_of(gpu, strategy and self._held_shared.get(gpu.uuid, strategy))
+
     def _renewed(self, held: Device) -> Device:
         """A held device with the current facts of its GPU; its name and memory slices never change."""
         device = self._devices.get(held.name)
         if device is None or (device.gpu.uuid, device.mask, device.shares) != (held.gpu.uuid, held.mask, held.shares):
             return held
-        return device
+        return replace(device, spot=held.spot)
 
     def fault(self, gpu: Gpu) -> str | None:
         """The reason why the GPU can't be used at present, or None."""
@@ -301,6 +315,19 @@ class Inventory:
         obstacles = in_the_way(device, [held for _, held in others])
         return next(((holder, held) for holder, held in others if obstacles and held is obstacles[0]), None)
 
+    def overdrawn_reason(self, uid: str, device: Device, shared: SharedMemory) -> str | None:
+        """Why a shared device has not the GiB of ``device`` left for the claim ``uid``; None if it has."""
+        with self._lock:
+            held = [(holder, d) for holder, devices in self._held.values() for d in devices if d.name == device.name]
+        others = [(holder, d.spot.at) for holder, d in held if holder.uid != uid]
+        free = max(0, shared.gib - sum(gib for _, gib in others))
+        if device.spot.at <= free:
+            return None
+        claims = sorted({holder.as_holder() for holder, _ in others})[:SHOWN_HOLDERS]
+        holding = f"; {', '.join(claims)} still hold the rest on this node; it is prepared once enough is free"
+        need = f"{device.name} has {free} GiB left of {shared.gib}, it was allocated {device.spot.at}"
+        return need + (holding if claims else "")
+
     def states(self) -> list[GpuReport]:
         """The state of every GPU, for the controller."""
         with self._lock:
@@ -313,7 +340,7 @@ class Inventory:
         for condition in self._conditions.get(gpu.uuid, ()):
             taken |= condition.slices or 0  # they may not be allocated
         number, shares = self._numbers[gpu.uuid], self._sharing.shares_of(gpu)
-        report = GpuReport(gpu, number, shares, gpu in self._sharing.only, taken)
+        report = GpuReport(gpu, number, shares, gpu in self._sharing.only, taken, shared=self._shared(gpu))
         if gpu.uuid in self._faults:
             return replace(report, fault=self._faults[gpu.uuid], fault_kind=FaultKind.UNAVAILABLE)
         if reason := self._all_adopted().get(gpu.uuid):
@@ -332,7 +359,8 @@ class Inventory:
         """The devices to publish: held ones, and those that ``policy`` wants and that fit next to them."""
         with self._lock:
             self._apply_switched()
-            held = {device.name: device for _, devices in self._held.values() for device in devices}
+            prepared = merged(device for _, devices in self._held.values() for device in devices)
+            held = {device.name: device for device in prepared}
             names = policy.held - held.keys()
             of_names = (self._devices.get(name) or self._outdated.get(name) for name in names)
             allocated = [device for device in of_names if device is not None]

@@ -41,6 +41,7 @@ class PublishPolicy:
 
     ``closing``: devices that are published but not in ``offers`` get a taint, so that no new claim gets them: devices
     that are being withdrawn, and held devices, which would otherwise be allocated again as soon as their claim ends.
+    Only a shared device can be held and in ``offers`` at once.
 
     ``listed``: devices to publish whether they are offered or not, next to held devices, too; not if ``mode`` is
     DISJOINT.
@@ -52,7 +53,8 @@ class PublishPolicy:
     something of their node is offered. With disjoint offers each GPU is judged by itself.
 
     ``mode``: DISJOINT: of the devices that ``offers`` wants, only those are added that fit next to everything that is
-    published. ``keeps_taints``: whether the API server keeps the taints of devices.
+    published. ``keeps_taints``, ``keeps_sharing``: whether the API server keeps the taints of devices, and that several
+    claims may have one.
 
     ``complete``: every device that the GPU can be, whatever is held: shared counters keep the scheduler from allocating
     what overlaps. Only partitions that Tessera did not create, faults, and other drivers change what is published.
@@ -67,6 +69,7 @@ class PublishPolicy:
     unpublished: frozenset[str] = frozenset()
     mode: OfferMode = OfferMode.COUNTERS
     keeps_taints: bool = True
+    keeps_sharing: bool = True
     complete: bool = False
 
     def wants(self, device: Device) -> bool:
@@ -76,7 +79,8 @@ class PublishPolicy:
         """The names of the devices that no new claim may get: ``held``, and those of ``others`` that are no offers."""
         if not self.closing or self.offers is None:
             return frozenset()
-        return frozenset(d.name for d in held) | {d.name for d in others if d.offer not in self.offers}
+        exclusive = (d.name for d in held if d.kind is not DeviceKind.SHARED or d.offer not in self.offers)
+        return frozenset(exclusive) | {d.name for d in others if d.offer not in self.offers}
 
 
 OFFER_EVERYTHING = PublishPolicy()
@@ -131,6 +135,7 @@ class PublishableGpu:
         offers: tuple[Device, ...],
         closed: frozenset[str] = frozenset(),
     ) -> PublishedGpu:
+        closed |= {device.name for device in held if not self._may_be_shared(device)}
         if self.reserved:  # claims keep their devices until they end; no new claim gets one
             closed = frozenset(device.name for device in (*held, *offers))
         return PublishedGpu(
@@ -142,7 +147,7 @@ class PublishableGpu:
             self.fault,
             closed,
             self.conditions,
-            divided=any(device.kind is DeviceKind.SHARE for device in self.devices),
+            divided=any(device.kind in (DeviceKind.SHARE, DeviceKind.SHARED) for device in self.devices),
             keeps_taints=policy.keeps_taints,
         )
 
@@ -154,9 +159,18 @@ class PublishableGpu:
         prepared = {device.name for device in self.prepared}
         return tuple(device for device in possible if device.name in chosen - prepared)
 
+    def _may_be_shared(self, held: Device) -> bool:
+        """Whether more claims could get a held device: False only for a shared one of a GPU that is not shared now."""
+        return held.kind is not DeviceKind.SHARED or any(held.name == device.name for device in self.devices)
+
+    def _candidates(self, published: PublishedGpu) -> Iterable[Device]:
+        """What new claims could get of ``published``: its offers, and the shared device that claims have already."""
+        yield from published.offers
+        yield from (d for d in published.held if d.kind is DeviceKind.SHARED and self._may_be_shared(d))
+
     def is_offered(self, policy: PublishPolicy, published: PublishedGpu) -> bool:
         """Whether new claims can get something of ``published``."""
-        offered = not self.reserved and any(self._is_offered(device, policy) for device in published.offers)
+        offered = not self.reserved and any(self._is_offered(d, policy) for d in self._candidates(published))
         return offered and not self._waits_for_plan(policy)
 
     def is_unpublished(self, policy: PublishPolicy, published: PublishedGpu, *, node_offers: bool) -> bool:
@@ -167,7 +181,8 @@ class PublishableGpu:
             return False
         # A device that is only kept keeps others from being offered in DISJOINT mode, so the controller must see it.
         disjoint = policy.mode is OfferMode.DISJOINT
-        if not self.reserved and any(disjoint or self._is_wanted(device, policy) for device in published.offers):
+        kept = disjoint and published.offers
+        if not self.reserved and (kept or any(self._is_wanted(d, policy) for d in self._candidates(published))):
             return self._waits_for_plan(policy)
         if self.gpu.uuid in policy.unpublished:
             return not node_offers
@@ -209,7 +224,8 @@ class PublishableGpu:
             state = prepared if device.name in policy.kept else taken
             return policy.wants(device) and state.fits(device)
 
-        return [d for d in self.devices if d.name not in names and self._possible(d) and stays(d)]
+        possible = (d for d in self.devices if d.kind is not DeviceKind.SHARED or policy.keeps_sharing)
+        return [d for d in possible if d.name not in names and self._possible(d) and stays(d)]
 
     def _fitting_together(self, devices: Iterable[Device], published: Sequence[Device] = ()) -> list[Device]:
         """Those of ``devices`` that fit next to ``published`` and each other, the first in a fixed order."""

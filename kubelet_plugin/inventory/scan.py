@@ -52,7 +52,7 @@ class Scanner:
     """``excluded_count`` is the number of GPUs that settings exclude, by the last scan."""
 
     def __init__(self, host: Host, settings: NodeSettings, events: NodeEventSink) -> None:
-        self._host, self._settings, self._events = host, settings, events
+        self.host, self._settings, self._events = host, settings, events
         self._reported: dict[str, str] = {}
         self._gone: dict[str, set[Placement]] = {}
         self.due = threading.Event()
@@ -65,7 +65,7 @@ class Scanner:
 
         MIG mode is requested only on GPUs that ``inventory`` knows not to be reserved for another driver.
         """
-        discovery, settings = self._host.discover(), self._settings
+        discovery, settings = self.host.discover(), self._settings
         ours = [gpu for gpu in discovery.gpus if settings.manages(gpu)]
         self.excluded_count = sum(gpu in settings.exclude_gpus for gpu in discovery.gpus)
         self._report(discovery.faults, ours, inventory)
@@ -101,7 +101,7 @@ class Scanner:
     def _scan_partitions_of(self, inventory: Inventory, gpu: Gpu) -> bool:
         before = inventory.held_on(gpu)
         try:
-            existing = self._host.partitions(gpu)
+            existing = self.host.partitions(gpu)
         except RecoverableError as error:
             log.error("can't list the partitions of a GPU", extra={"gpu": gpu.uuid, "error": str(error)})
             return False
@@ -166,7 +166,7 @@ class Scanner:
         if inventory is None or inventory.is_reserved(gpu):
             return None
         try:
-            in_force = self._host.request_mig_mode(gpu)
+            in_force = self.host.request_mig_mode(gpu)
         except RecoverableError as error:
             return f"is meant for MIG, but refuses the mode: {error}"
         return None if in_force else RESET_PENDING[MigMode.RESET_TO_ENABLE]
@@ -213,14 +213,14 @@ class NvmlEventListener:
     """Passes every NVML event to each of ``followers``, in a thread of its own."""
 
     def __init__(self, host: Host, *followers: NvmlEventFollower) -> None:
-        self._host = host
+        self.host = host
         self._followers = followers
 
     def run(self, stop: threading.Event) -> None:
         """Receive events until ``stop`` is set."""
         while not stop.is_set():
             try:
-                event = self._host.wait_for_event(EVENT_TIMEOUT_SECONDS)
+                event = self.host.wait_for_event(EVENT_TIMEOUT_SECONDS)
             except Exception:
                 if stop.is_set():  # the hardware may be closed by then
                     return

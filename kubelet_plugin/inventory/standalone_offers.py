@@ -1,4 +1,4 @@
-"""The disjoint offers of a node without controller: full GPUs, shares, or the partitions that ``--layout`` names.
+"""The disjoint offers of a node without controller: full GPUs, shares, shared GPUs, or partitions by ``--layout``.
 
 Also what is wrong with settings that name GPUs.
 """
@@ -21,8 +21,8 @@ from kubelet_plugin.settings import NodeSettings
 def standalone_offers(gpu: Gpu, devices: Sequence[Device], layouts: Layouts) -> Iterable[Device]:
     """The offers among ``devices``, which are all of ``gpu``.
 
-    The partitions of its layout; or its shares; or the full GPU, if it isn't in MIG mode until the next reset; or its
-    largest partition.
+    The partitions of its layout; or its shares, or its shared device; or the full GPU, if it isn't in MIG mode until
+    the next reset; or its largest partition.
     """
     has_mig = gpu.toggles_freely or gpu.mig_mode.in_force
     spots = place(gpu, layouts.of(gpu)) if has_mig else None
@@ -31,6 +31,8 @@ def standalone_offers(gpu: Gpu, devices: Sequence[Device], layouts: Layouts) -> 
     shares = [device for device in devices if device.kind is DeviceKind.SHARE]
     if shares:
         return shares
+    if shared := [device for device in devices if device.kind is DeviceKind.SHARED]:
+        return shared
     if gpu.toggles_freely or not has_mig:
         return [device for device in devices if device.kind is DeviceKind.FULL]
     sizes = {(d.mask.bit_count(), d.profile.compute_slices, -len(d.name)): d for d in devices if d.profile is not None}
@@ -90,19 +92,20 @@ def setting_warnings(settings: NodeSettings, gpus: Sequence[Gpu]) -> Iterator[st
     unmatched = {
         "--mig-gpus": settings.mig_gpus.unmatched(gpus),
         "--shares": settings.shares.unmatched(gpus),
+        "--shared": settings.shared.unmatched(gpus),
         "--shares-only": settings.shares_only.unmatched(gpus),
         "--layout": settings.layout.unmatched(gpus),
     }
     for flag, names in unmatched.items():
         for name in names:
-            suggestion = meant(name, products) if flag in ("--shares", "--layout") else ""
+            suggestion = meant(name, products) if flag in ("--shares", "--shared", "--layout") else ""
             yield f"{flag} {name}: no GPU here has that name{_names_of(gpus)}{suggestion}"
     for gpu in gpus:
         where = f"GPU {gpu.index} ({gpu.product_name}, {gpu.uuid})"
-        if gpu in settings.shares_only and not settings.shares.of(gpu):
+        if gpu in settings.shares_only and not settings.shares.of(gpu) and settings.shared.of(gpu) is None:
             yield (
                 f"--shares-only: {where} has no number of shares: set --shares {gpu.index}=R, "
-                f"R from {FEWEST_SHARES} to {MOST_SHARES}"
+                f"R from {FEWEST_SHARES} to {MOST_SHARES}, or --shared {gpu.index}=time-slicing"
             )
         if settings.layout.of(gpu) and not gpu.toggles_freely and not gpu.mig_mode.in_force:
             yield f"--layout: {where} is not in MIG mode, which takes a reset to change: add it to --mig-gpus"

@@ -146,7 +146,7 @@ class UsageCollector(Collector):
             labels.pod,
             labels.class_of(device.requests),
             device.profile or NO_PROFILE_LABEL,
-            device.device,
+            device.key,
             f"gpu-{device.number}",
             self._stores.pool.node,
             self._source(usage),
@@ -154,7 +154,7 @@ class UsageCollector(Collector):
 
     def _source(self, usage: MeasuredDevice) -> str:
         """The same as long as the claim lasts."""
-        if usage.device.kind is DeviceKind.SHARE:
+        if usage.device.kind in (DeviceKind.SHARE, DeviceKind.SHARED):
             return SHARED_SOURCE
         if self._sampler.has_activity(usage.device.gpu_uuid):
             return GPM_SOURCE

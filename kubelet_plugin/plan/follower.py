@@ -24,6 +24,7 @@ from driver.model.device import Monitor
 from driver.model.gpu_settings import NO_LAYOUTS, Layouts
 from driver.model.offer import DeviceKind, Offer
 from driver.model.plan import COUNTERS_FIELD, TAINTS_FIELD, OfferMode, PlanMode, PublishHeld
+from driver.model.shared_memory import SHARING_FIELD
 from driver.slices.build import PublishedGpu
 from driver.slices.dropped_fields import KeptFields
 from driver.slices.publisher import PresentSlices
@@ -141,7 +142,7 @@ class PlanFollower:
             offer_mode=OfferMode.COUNTERS if counted else OfferMode.DISJOINT,
             offered=frozenset(device.name for gpu in gpus for device in gpu.offers),
             held=frozenset(device.name for gpu in gpus for device in gpu.held),
-            visible_offers=sum(len(gpu.offers) for gpu in gpus if not gpu.unpublished),
+            visible_offers=sum(gpu.visible_offers for gpu in gpus),
             left_out=left_out,
             dropped=self._fields.dropped,
         )
@@ -161,7 +162,13 @@ class PlanFollower:
         held = plan.spec.held_devices if plan is not None else frozenset()
         dropped = self._fields.dropped
         offer_mode = OfferMode.DISJOINT if COUNTERS_FIELD in dropped else self.memory.now.offer_mode
-        policy = PublishPolicy(held, kept=before, mode=offer_mode, keeps_taints=TAINTS_FIELD not in dropped)
+        policy = PublishPolicy(
+            held,
+            kept=before,
+            mode=offer_mode,
+            keeps_taints=TAINTS_FIELD not in dropped,
+            keeps_sharing=SHARING_FIELD not in dropped,
+        )
         if mode is PlanMode.COMPLETE:
             return replace(policy, complete=True)
         if mode is PlanMode.STANDALONE:

@@ -6,6 +6,8 @@ Fields of ``data`` in an entry, for people and tools; the scheduler ignores them
     parentUUID  of the GPU, for partitions and shares
     sharing     for shares: {shares, inUse, timeSlice}: number of shares of the GPU, number of shares that
                 prepared claims hold now, and the time-slice interval in force
+    memory      for parts of shared devices: {request, limit, strategy}: the claim's memory, what holds it to
+                that, and how claims share the compute of the GPU
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from driver.kube.types import Claim, ClaimStatus, Consumer, Metadata, ReportedDe
 from driver.kube.work_loop import Backoff, GiveWay, Loop, at_once
 from driver.model.gpu_settings import TimeSlice, time_slice_in_force
 from driver.model.offer import DeviceKind
-from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
+from driver.model.shared_memory import MemoryLimit
+from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord, device_key
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.status.events import EventReason, PluginEvents
 from kubelet_plugin.step_names import NodeStep, StepRunner
@@ -77,7 +80,19 @@ class DeviceStatus:
     message: str
     data: Mapping[str, Any]
     ready: bool = True
+    share_id: str = ""
 
+    @property
+    def key(self) -> str:
+        """The device among those of the claim, which may have several parts of a shared one."""
+        return device_key(self.device, self.share_id)
+
+
+HELD_BY = {
+    MemoryLimit.CGROUP: "the driver holds its programs to that",
+    MemoryLimit.MPS: "the MPS server holds each of its programs to that",
+    MemoryLimit.NONE: "nothing holds its programs to that at run time",
+}
 
 Statuses = Mapping[ClaimReference, Sequence[DeviceStatus]]
 
@@ -117,7 +132,10 @@ def _status(device: DeviceRecord, requested: Sequence[TimeSlice | None]) -> Devi
             "timeSlice": str(time_slice_in_force(requested)),
         }
         message = f"one of {device.shares} time-sliced shares of the GPU, not isolated from the others"
-    return DeviceStatus(device.pool, device.device, message, data)
+    elif device.kind is DeviceKind.SHARED:
+        data["memory"] = {"request": f"{device.gib}Gi", "limit": device.limit, "strategy": device.strategy}
+        message = f"{device.gib} GiB of the GPU, shared by {device.strategy}; {HELD_BY[device.limit]}"
+    return DeviceStatus(device.pool, device.device, message, data, share_id=device.share_id)
 
 
 def status_path(claim: ClaimReference) -> str:
@@ -133,7 +151,7 @@ def apply_body(claim: ClaimReference, driver: str, devices: Sequence[DeviceStatu
         "apiVersion": RESOURCE_GROUP.removeprefix("/apis/"),
         "kind": "ResourceClaim",
         "metadata": {"namespace": claim.namespace, "name": claim.name, "uid": claim.uid},
-        "status": {"devices": [_entry(driver, device, since[device.device]) for device in devices]},
+        "status": {"devices": [_entry(driver, device, since[device.key]) for device in devices]},
     }
 
 
@@ -146,6 +164,8 @@ def _entry(driver: str, device: DeviceStatus, since: str) -> Object:
         "lastTransitionTime": since,
     }
     identity = {"driver": driver, "pool": device.pool, "device": device.device}
+    if device.share_id:
+        identity["shareID"] = device.share_id
     return {**identity, "conditions": [condition], "data": dict(device.data)}
 
 
@@ -179,22 +199,22 @@ STORED_CLAIM, REPORTED_DEVICE = msgspec.json.Decoder(StoredClaim), msgspec.json.
 def unchanged_since(entries: Iterable[Object], devices: Iterable[DeviceStatus]) -> dict[str, str]:
     """The transition time in ``entries`` of each device whose readiness is as in ``devices``."""
     stored = {
-        (entry.get("device"), condition.get("status")): condition["lastTransitionTime"]
+        (entry.get("device"), entry.get("shareID", ""), condition.get("status")): condition["lastTransitionTime"]
         for entry in entries
         for condition in entry.get("conditions") or ()
         if condition.get("type") == READY_CONDITION
     }
-    keys = ((status.device, "True" if status.ready else "False") for status in devices)
-    return {device: stored[device, ready] for device, ready in keys if (device, ready) in stored}
+    since = {s.key: stored.get((s.device, s.share_id, "True" if s.ready else "False")) for s in devices}
+    return {key: time for key, time in since.items() if time is not None}
 
 
 def newly_unhealthy(devices: Iterable[DeviceStatus], before: Iterable[DeviceStatus]) -> list[str]:
     """A message for each device that has become unhealthy, or is so for another reason."""
-    reported = {status.device: status.message for status in before if not status.ready}
+    reported = {status.key: status.message for status in before if not status.ready}
     return [
         f"{status.device}, which the pod uses, is unhealthy: {status.message}; {UNHEALTHY_WAY_OUT}"
         for status in devices
-        if not status.ready and reported.get(status.device) != status.message
+        if not status.ready and reported.get(status.key) != status.message
     ]
 
 
@@ -209,10 +229,10 @@ class ClaimWriteState:
 
     def note_transitions(self, devices: Sequence[DeviceStatus], now: str) -> None:
         """Set the transition time of devices that are new or whose readiness has changed."""
-        before = {status.device: status.ready for status in self.written or ()}
+        before = {status.key: status.ready for status in self.written or ()}
         for status in devices:
-            if status.device not in self.since or before.get(status.device, status.ready) is not status.ready:
-                self.since[status.device] = now
+            if status.key not in self.since or before.get(status.key, status.ready) is not status.ready:
+                self.since[status.key] = now
 
 
 class StatusWriter:
@@ -294,7 +314,7 @@ class StatusWriter:
             self._events.remember_pods(Claim(stored.metadata, status=reserved))
         entries = stored.entries(self._driver)
         state = ClaimWriteState(unchanged_since(entries, devices))
-        if state.since.keys() >= {status.device for status in devices}:
+        if state.since.keys() >= {status.key for status in devices}:
             body = apply_body(claim, self._driver, devices, state.since)
             if all(entry in entries for entry in body["status"]["devices"]):
                 state.written = devices

@@ -40,6 +40,8 @@ class EventReason(StrEnum):
     CLAIM_ADOPTED = "ClaimAdopted"
     CLAIM_MUST_END = "ClaimMustEnd"
     PARTITION_FULL = "PartitionFull"
+    ABOVE_MEMORY = "AboveItsMemory"
+    MEMORY_NOT_LIMITED = "MemoryNotLimited"
     CDI_RESTORED = "CdiDirectoryRestored"
     CDI_UNWRITABLE = "CdiDirectoryUnwritable"
     CDI_WRITABLE = "CdiDirectoryWritable"

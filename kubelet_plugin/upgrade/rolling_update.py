@@ -22,14 +22,14 @@ import grpc
 import msgspec
 
 from driver.clock import wait_until
-from driver.errors import DriverMissing, EnvironmentFault, RecoverableError
+from driver.errors import DriverMissing, EnvironmentFault, RecoverableError, StateError
 from driver.http import Check, health_pages, serve
 from driver.kube.client import KubeClient, load_configuration
 from driver.kube.get_and_list import owner_reference
 from driver.step_observer import StepObserver, observed, unobserved
 from kubelet_plugin.api_writers import NODE_USER_AGENT
 from kubelet_plugin.app import NodePlugin, discovered_plugin
-from kubelet_plugin.checkpoint.records import check_readable
+from kubelet_plugin.checkpoint.records import decode_record
 from kubelet_plugin.dra.call_proxy import connect
 from kubelet_plugin.dra.kubelet_sockets import PluginSockets
 from kubelet_plugin.inventory.open_hardware import open_host, require_driver_files
@@ -350,3 +350,16 @@ def preflight(settings: NodeSettings, awake: ExitStack) -> None:
         host.discover()
         awake.close()
         awake.push(stack.pop_all())
+
+
+def check_readable(state_dir: Path) -> None:
+    """Raise StateError for the first record that this version can't read: of another version, or damaged.
+
+    Only reads, while another instance is active.
+    """
+    try:
+        for path in sorted((state_dir / "claims").glob("[!.]*.json")):
+            with suppress(FileNotFoundError):  # released meanwhile
+                decode_record(path.read_bytes(), path)
+    except OSError as error:
+        raise StateError(f"can't read the checkpoint in {state_dir}: {error.strerror}") from error

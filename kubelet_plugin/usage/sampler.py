@@ -17,6 +17,7 @@ from driver.errors import ApiError, HardwareError
 from driver.hardware.host import TimeoutRunner
 from driver.hardware.usage import UsageReader
 from driver.model.offer import DeviceKind
+from driver.model.shared_memory import GIB
 from driver.model.usage import UsageReading, UsageTarget, UsageTotals
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
 from kubelet_plugin.claims.claim_stores import ClaimStores
@@ -158,7 +159,7 @@ class UsageSampler:
             if not record.prepared_in_this_boot(boot):
                 continue
             for device in record.devices:
-                key = (record.uid, device.device)
+                key = (record.uid, device.key)
                 usage = self.devices.get(key)
                 if usage is None or usage.ended_at is not None or usage.device != device:
                     usage = self._begun(record, device, now)
@@ -174,10 +175,12 @@ class UsageSampler:
     def _begun(self, record: ClaimRecord, device: DeviceRecord, now: float) -> MeasuredDevice:
         """A device that is new, or that is another one than before: its partition was cut again."""
         self._due.pop(device.gpu_uuid, None)
-        totals = self._saved.pop((record.uid, device.device), None)
+        totals = self._saved.pop((record.uid, device.key), None)
         if totals is None:
             gpu = self._stores.inventory.gpu(device.gpu_uuid)
             slices = device.size or (1 if gpu is None else gpu.memory_slices) / device.shares
+            if device.gib and gpu is not None:
+                slices *= device.gib * GIB / gpu.memory_bytes
             totals = UsageTotals(slices=float(slices), counted_at=now, active_at=now)
         begun = MeasuredDevice(record, device, totals, since=now)
         for earlier in self.devices.values():
@@ -218,7 +221,7 @@ class UsageSampler:
             if reading is None:
                 devices[key] = replace(usage, reading=None)
                 continue
-            if usage.device.kind is DeviceKind.SHARE:
+            if usage.device.kind in (DeviceKind.SHARE, DeviceKind.SHARED):
                 reading = reading_of_share(reading, usage.labels, self._claims.pod_of_process)
             devices[key] = usage.measured(reading, now)
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import click
 
-from deviceclasses.chart_classes import ANY_PARTITION, FULL_GPU, SHARE_OF_GPU, profile_classes
+from deviceclasses.chart_classes import ANY_PARTITION, FULL_GPU, SHARE_OF_GPU, SHARED_GPU, profile_classes
 from driver.config.flag_values import check_driver_name
 from driver.errors import EnvironmentFault, UsageError
 from driver.kube.client import Object
-from driver.model.plan import COUNTERS_FIELD, GpuReport
+from driver.model.plan import COUNTERS_FIELD
+from driver.model.reported_gpus import GpuReport
 from driver.slices.attributes import quantity
 from driver.slices.build import memory_of_gpu
 from tessera.cluster_options import check_flag, client_of, with_driver_name, with_kubeconfig
@@ -87,6 +88,9 @@ def config(
     if left_out:
         note = f"a mapping has at most {MAX_MAPPED_CLASSES} classes; not covered: {', '.join(left_out)}"
         click.secho(f"{note}. Jobs can select their profiles with class {ANY_PARTITION}", fg="yellow", err=True)
+    if charge == CHARGE_MEMORY and any(report.shared is not None for report in reports):
+        note = f"class {SHARED_GPU} is not covered: its claims need a capacity source (docs/queues.md)"
+        click.secho(note, fg="yellow", err=True)
     products = sorted({report.gpu.product_name for report in reports})
     if charge == CHARGE_MEMORY and len(products) > 1:
         note = f"products: {', '.join(products)}. A request that selects none is charged as the largest"

@@ -13,11 +13,13 @@ from driver.config.flag_values import SUBDOMAIN, check_driver_name
 from driver.errors import EnvironmentFault, FatalError, UsageError
 from driver.kube.client import KubeClient, Object
 from driver.kube.types import GpuNodePlan, Metadata, Node, NodeStatus, Taint
-from driver.model.gpu_settings import GpuSelection
-from driver.model.plan import COMPLETE, COUNTERS_FIELD, KIND, PATH, PUBLISH, GpuReport, decode_inventory
+from driver.model.gpu_settings import GpuSelection, GpuSharing
+from driver.model.plan import COMPLETE, COUNTERS_FIELD, KIND, PATH, PUBLISH
+from driver.model.reported_gpus import GpuReport, decode_inventory
+from driver.model.shared_memory import MemoryLimit
 from driver.slices.build import SliceBuilder, slice_object
 from driver.slices.slice_names import Pool
-from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
+from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.inventory.published_devices import PublishPolicy
 from tessera.cluster_options import check_flag, client_of, with_driver_name, with_kubeconfig
 from tessera.gpu_sources import anonymous, hardware
@@ -52,6 +54,7 @@ DOCUMENTS = ("objects", "cluster-autoscaler", "karpenter")
 @click.option("--resources", default=DEFAULT_RESOURCES, show_default=True, help="With --gpus: capacity of the node.")
 @click.option("--labels", default=DEFAULT_LABELS, show_default=True, help="With --gpus: labels of the node.")
 @click.option("--shares", help="With --gpus: as `tessera node --shares`.")
+@click.option("--shared", help="With --gpus: as `tessera node --shared`.")
 @click.option("--shares-only", help="With --gpus: as `tessera node --shares-only`.")
 @click.option("--mig-gpus", help="With --gpus: as `tessera node --mig-gpus`, after the reset.")
 @click.option("--for", "document", type=click.Choice(DOCUMENTS), default="objects", show_default=True, help="Reader.")
@@ -66,6 +69,7 @@ def template(
     resources: str,
     labels: str,
     shares: str | None,
+    shared: str | None,
     shares_only: str | None,
     mig_gpus: str | None,
     document: str,
@@ -95,7 +99,7 @@ def template(
         amounts = _pairs("--resources", resources, "NAME=QUANTITY, such as cpu=192")
         names = _pairs("--labels", labels, "NAME=VALUE, such as kubernetes.io/arch=arm64")
         description = Node(Metadata(name, labels=names), status=NodeStatus(amounts, amounts))
-        reports = hardware(gpus=gpus, shares=shares, shares_only=shares_only, mig_gpus=mig_gpus)
+        reports = hardware(gpus=gpus, shares=shares, shared=shared, shares_only=shares_only, mig_gpus=mig_gpus)
     node, slices = _node(name, description), _slices(Pool(name, driver_name), reports)
     written: list[Any] = [node, *slices]
     if document == "karpenter":
@@ -152,13 +156,15 @@ def _of_node(client: KubeClient, name: str) -> tuple[Node, list[GpuReport]]:
 def _slices(pool: Pool, reports: Iterable[GpuReport]) -> list[Object]:
     """The slices of a node with these GPUs of which nothing is held."""
     nameless = [anonymous(report, pool.node) for report in reports]
-    shares = {report.gpu.uuid: report.shares for report in nameless}
-    only = GpuSelection(frozenset(report.gpu.uuid for report in nameless if report.shares_only))
-    inventory = Inventory(
-        [report.gpu for report in nameless],
-        {report.gpu.uuid: report.number for report in nameless},
-        GpuSharing(lambda gpu: shares[gpu.uuid], only),
+    by_uuid = {report.gpu.uuid: report for report in nameless}
+    sharing = GpuSharing(
+        lambda gpu: by_uuid[gpu.uuid].shares,
+        GpuSelection(frozenset(report.gpu.uuid for report in nameless if report.shares_only)),
+        lambda gpu: shared.strategy if (shared := by_uuid[gpu.uuid].shared) is not None else None,
+        lambda gpu, _: shared.limit if (shared := by_uuid[gpu.uuid].shared) is not None else MemoryLimit.NONE,
     )
+    numbers = {report.gpu.uuid: report.number for report in nameless}
+    inventory = Inventory([report.gpu for report in nameless], numbers, sharing)
     builder = SliceBuilder(pool)
     of_pools = {
         pool: builder.build(inventory.published(PublishPolicy(complete=True))),

@@ -18,6 +18,7 @@ from driver.kube.client import KubeClient
 from driver.kube.get_and_list import config_map_text, read_all
 from driver.kube.types import Node
 from driver.model.gpu import Gpu, Partition
+from driver.model.shared_memory import SharedMemory
 from kubelet_plugin.inventory.open_hardware import open_host
 from kubelet_plugin.plan.instructions import NODES_PATH
 from kubelet_plugin.settings import node_settings
@@ -46,13 +47,14 @@ GPU_COLUMNS = {
 
 @dataclass(frozen=True)
 class Topology:
-    """The output of the command: ``gpus`` and ``partitions`` have the same indices; ``places`` are of GPUs and NICs."""
+    """The output of the command: ``places`` are of GPUs and NICs, ``partitions`` and ``shared`` of each GPU."""
 
     gpus: Sequence[Gpu]
     nics: Sequence[Nic]
     places: Sequence[Place]
     partitions: Sequence[Sequence[Partition]]
     faults: Sequence[GpuFault]
+    shared: Sequence[SharedMemory | None]
 
     def relation(self, one: int, other: int) -> str:
         gpus = one != other and max(one, other) < len(self.gpus)
@@ -63,6 +65,7 @@ class Topology:
 @click.command()
 @click.option("--gpus", help="Source of the GPUs: nvml, sim:NAME or sim:FILE.  [default: nvml]")
 @click.option("--host-root", type=click.Path(path_type=Path), help="The host's root directory as this process sees it.")
+@click.option("--shared", help="Show how claims would share GPUs by memory: as `tessera node --shared`.")
 @click.option("--nvml-library", type=click.Path(path_type=Path), help="Path of libnvidia-ml.so.1.  [default: searched]")
 @click.option(
     "--config",
@@ -82,6 +85,7 @@ def topology(output: str, config: Path | None, kubeconfig: Path | None, namespac
     Examples:
       tessera topology
       tessera topology --gpus sim:dgx-h100
+      tessera topology --shared "NVIDIA L4=time-slicing"
       tessera topology --config values.yaml
     """
     if config is not None:
@@ -92,7 +96,11 @@ def topology(output: str, config: Path | None, kubeconfig: Path | None, namespac
         discovery, nics = host.discover(), find_nics(paths.root)
         places = [place_of(paths.root, gpu.pci_bus_id) for gpu in discovery.gpus] + [nic.place for nic in nics]
         partitions = [host.partitions(gpu) for gpu in discovery.gpus]
-    layout = Topology(discovery.gpus, nics, places, partitions, discovery.faults)
+    for name in settings.shared.unmatched(discovery.gpus):
+        click.secho(f"--shared {name}: no GPU here has that name", fg="yellow", err=True)
+    sharing = settings.sharing
+    shared = [sharing.memory_of(gpu, sharing.strategy_of(gpu)) for gpu in discovery.gpus]
+    layout = Topology(discovery.gpus, nics, places, partitions, discovery.faults, shared)
     gpus = [_gpu_as_json(layout, index) for index in range(len(layout.gpus))]
     show(output, gpus, _as_text(layout, gpus))
 
@@ -116,6 +124,10 @@ def _as_text(found: Topology, gpus: Sequence[dict[str, Any]]) -> str:
     for gpu in gpus:
         spans = [Span(found["start"], found["size"], found["profile"] or "?") for found in gpu["partitions"]]
         parts.append(f"GPU{gpu['index']:<3} {draw_slices(gpu['memorySlices'], spans, width=8)}")
+    if any(found.shared):
+        memory = [gpu["shared"] or {"strategy": None, "gib": None} for gpu in gpus]
+        rows = [[str(gpu["index"]), *map(_known, of.values())] for gpu, of in zip(gpus, memory, strict=True)]
+        parts += ["", columns(["GPU", "SHARED BY", "GIB FOR CLAIMS"], rows)]
     if profiles := dict.fromkeys((gpu.product_name, profile) for gpu in found.gpus for profile in gpu.profiles):
         rows = [
             [product, profile.name, str(profile.max_instances), f"{profile.memory_bytes / 2**30:.1f} GiB"]
@@ -137,6 +149,7 @@ def _matrix(found: Topology) -> str:
 
 def _gpu_as_json(found: Topology, index: int) -> dict[str, Any]:
     gpu, place, count = found.gpus[index], found.places[index], len(found.gpus)
+    shared = found.shared[index]
     names = {profile.id: profile.name for profile in gpu.profiles}
     return {
         "index": gpu.index,
@@ -154,6 +167,7 @@ def _gpu_as_json(found: Topology, index: int) -> dict[str, Any]:
             {"name": profile.name, "maxInstances": profile.max_instances, "memoryBytes": profile.memory_bytes}
             for profile in gpu.profiles
         ],
+        "shared": None if shared is None else {"strategy": shared.strategy.value, "gib": shared.gib},
         "gpus": {other.uuid: found.relation(index, j) for j, other in enumerate(found.gpus) if j != index},
         "nics": {nic.name: found.relation(index, count + n) for n, nic in enumerate(found.nics)},
         "partitions": [

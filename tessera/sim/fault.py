@@ -219,6 +219,13 @@ def reboot(node: SimulatedNode) -> None:
     node.reboot()
 
 
+@_command("reload", "")
+def reload_driver(node: SimulatedNode) -> None:
+    """Simulate that the driver is unloaded and loaded again, as at an upgrade: limits on GPU memory and partitions are
+    lost; containers keep running."""
+    node.reload_driver()
+
+
 @_command("reset", "--gpu 0")
 @_gpu
 def reset(node: SimulatedNode, gpu: int) -> None:

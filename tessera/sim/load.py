@@ -22,6 +22,7 @@ from driver.simulator.mps.control_program import connect_client
 from driver.simulator.mps.limits import CudaError, Refusal
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.gpu_load import LOAD_PID, RATIOS, Phase, SimulatedActivity, constant, duty, steps
+from driver.simulator.tree import MACHINE_CGROUPS
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from tessera.sim.fault import find_roots, only_root, with_host_root
 
@@ -54,9 +55,22 @@ _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
     help="Active during a fraction of each period, or the rows of a CSV file, repeated.  [default: constant]",
 )
 @click.option("--pid", type=click.IntRange(1, 0xFFFFFFFF), help="Process id.  [default: one that no process has]")
+@click.option(
+    "--cgroup",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Directory of the process's cgroup, whose limits it obeys.  [default: that of the process --pid]",
+)
 @click.option("--clear", is_flag=True, help="End the loads of TARGET; with --pid only that of one process.")
 @with_host_root("the node that has TARGET")
-def load(target: str, pattern: str | None, pid: int | None, clear: bool, host_root: Path | None, **given: Any) -> None:
+def load(
+    target: str,
+    pattern: str | None,
+    pid: int | None,
+    cgroup: Path | None,
+    clear: bool,
+    host_root: Path | None,
+    **given: Any,
+) -> None:
     """Load TARGET from now on: a claim (NAMESPACE/NAME, or NAME in namespace default), a GPU (index or UUID) or a
     MIG device (UUID).
 
@@ -69,6 +83,7 @@ def load(target: str, pattern: str | None, pid: int | None, clear: bool, host_ro
       tessera sim load team-a/train --sm 0.8 --tensor 0.5 --dram 0.6 --memory 7Gi
       tessera sim load 3 --sm 0.9 --pattern duty:0.3@60s
       tessera sim load team-a/train --pattern day.csv
+      tessera sim load team-a/train --memory 7Gi --pid 4711
       tessera sim load team-a/train --clear
     """
     options = {name: text for name, text in given.items() if text is not None}
@@ -76,12 +91,13 @@ def load(target: str, pattern: str | None, pid: int | None, clear: bool, host_ro
         raise UsageError(f"{target}: give either --clear or a load, such as --sm 0.8 or --memory 7Gi")
     phases = () if clear else _phases(options, pattern)
     node, devices, default_pid = _find(target, host_root)
+    cgroup = cgroup or (_cgroup_of(pid, node.root) if pid else None)
     for device in devices:
         if clear:
             node.end_load(device, pid)
         else:
             server = _mps_server(node, device, phases)
-            node.put_load(device, phases, pid=pid or default_pid, server=server)
+            node.put_load(device, phases, pid=pid or default_pid, cgroup=cgroup, server=server)
             under = f", client of MPS server {server}" if server else ""
             click.echo(f"{device} loaded by process {pid or default_pid}{under}")
 
@@ -149,6 +165,16 @@ def _find(target: str, host_root: Path | None) -> tuple[SimulatedNode, list[str]
         targets += [*claims, *uuids]
     near = meant(target, [*targets, *(name.partition("/")[2] for name in targets)])
     raise UsageError(f"TARGET: {target!r} is unknown{near}; accepted: the index of a GPU, {', '.join(targets)}")
+
+
+def _cgroup_of(pid: int, root: Path) -> Path | None:
+    """The cgroup v2 directory of a process of this machine; None: no such process or cgroup."""
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    cgroups = (root / MACHINE_CGROUPS / line.removeprefix("0::/") for line in lines if line.startswith("0::/"))
+    return next((cgroup for cgroup in cgroups if cgroup.is_dir()), None)
 
 
 def _phases(options: dict[str, str], pattern: str | None) -> tuple[Phase, ...]:

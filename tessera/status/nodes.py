@@ -13,17 +13,11 @@ from driver.kube.client import Object
 from driver.kube.get_and_list import minor_version
 from driver.kube.slice_types import ResourceSlice, SliceDevice
 from driver.kube.types import Claim, GpuNodePlan
+from driver.model.device import is_shared
 from driver.model.gpu_events_and_conditions import ConditionType
-from driver.model.plan import (
-    COMPLETE,
-    COUNTERS_FIELD,
-    PUBLISH,
-    FaultKind,
-    GpuReport,
-    NodeConditionType,
-    OfferMode,
-    PlanMode,
-)
+from driver.model.plan import COMPLETE, COUNTERS_FIELD, PUBLISH, NodeConditionType, OfferMode, PlanMode
+from driver.model.reported_gpus import FaultKind, GpuReport
+from driver.model.shared_memory import SHARING_FIELD
 from driver.slices.slice_names import Pool
 from kubelet_plugin.coexistence.other_drivers import NodeSigns, find_other_drivers
 from kubelet_plugin.health.device_conditions import UNABLE
@@ -226,6 +220,13 @@ def offers(snapshot: StatusSnapshot) -> CheckOutput:
         yield f"{counted(changing, 'node')} not yet in the mode of the plan"
     if dropped:
         yield f"dropped device fields: {', '.join(dropped)}"
+    for plan in plans:
+        shared = [f"gpu-{report.number}" for report in readable_reports(plan) if report.shared is not None]
+        if shared and SHARING_FIELD in plan.status.dropped:
+            message = f"can't share {listed(shared)} by memory: the API server does not keep {SHARING_FIELD}"
+            yield Problem(
+                plan.metadata.name, message, "remove --shared, or upgrade to Kubernetes 1.36 (docs/sharing.md)"
+            )
 
 
 def _reason(offer_mode: OfferMode, dropped: Iterable[str], snapshot: StatusSnapshot) -> str:
@@ -297,9 +298,9 @@ def _taken(snapshot: StatusSnapshot) -> dict[tuple[str, str], Claim]:
 
 
 def _offered(snapshot: StatusSnapshot) -> list[tuple[str, str]]:
-    """Untainted devices that no claim holds."""
-    taken = _taken(snapshot)
-    return [name for name, device in _published(snapshot).items() if name not in taken and not device.taints]
+    """Untainted devices that no claim holds, or that more claims can share."""
+    taken, untainted = _taken(snapshot), (name for name, device in _published(snapshot).items() if not device.taints)
+    return [(pool, device) for pool, device in untainted if (pool, device) not in taken or is_shared(device)]
 
 
 def _left_out(

@@ -17,10 +17,10 @@ import yaml
 from driver.errors import ApiError
 from driver.kube.get_and_list import CLAIM
 from driver.model.gpu import Gpu, MigMode
-from driver.model.gpu_settings import EVERY_GPU, GpuSelection, TimeSlice
+from driver.model.gpu_settings import EVERY_GPU, UNSHARED, GpuSelection, GpuSharing, TimeSlice
 from driver.simulator.description import load_description
 from kubelet_plugin.claims.allocation import resolve
-from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuSharing
+from kubelet_plugin.inventory.inventory import ClaimReference
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
 from tests.harness.waiting import wait_for
@@ -39,7 +39,7 @@ QUOTAS = "/api/v1/namespaces/default/resourcequotas"
 POLICY = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies/one-share-of-a-gpu.gpu.tessera.dev"
 
 TRAINING, DEV, ANY_PARTITION, MONITOR = "gpu-training", "gpu-dev", "gpu-inference", "gpu-monitor"
-NVLINK = "gpu-training-nvlink"
+NVLINK, SHARED = "gpu-training-nvlink", "gpu-shared"
 SMALL, WHOLE_PARTITION = "gpu-inference-1g-10gb", "gpu-inference-7g-80gb"
 
 CARDS = {
@@ -179,8 +179,8 @@ class TestEveryClass:
     @pytest.mark.usefixtures("cards")
     def test_allocates_what_its_name_says(self, cluster: Cluster, ask: Asking) -> None:
         published = {(pool, device["name"]): device["attributes"] for pool, device in devices_of(cluster)}
-        # test_monitors.py is about monitor devices.
-        names = SHIPPED.keys() - {MONITOR}
+        # test_monitors.py is about monitor devices, test_policies_shared.py about claims for parts of shared GPUs.
+        names = SHIPPED.keys() - {MONITOR, SHARED}
         for name in names:
             ask(name, asked(name))
         for name in names:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from driver.config.node_configs import CONFIG_LABEL, CONFIGS_KEY, NODE_CONFIGS
-from driver.model.plan import PATH, decode_inventory
+from driver.model.plan import PATH
+from driver.model.reported_gpus import decode_inventory
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.chart import install

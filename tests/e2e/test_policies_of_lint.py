@@ -33,6 +33,7 @@ CLASS_NAMES = (
     "gpu-inference",
     "gpu-inference-1g-10gb",
     "gpu-dev",
+    "gpu-shared",
     "gpu-monitor",
     "of-my-own",
 )
@@ -53,6 +54,7 @@ def some(**fields: SearchStrategy[Any]) -> SearchStrategy[Object]:
 SETTINGS = some(
     count=st.sampled_from([1, 1, 2, 5, 8, 9, 17, 2**63 - 1]),
     adminAccess=st.booleans(),
+    capacity=st.sampled_from(["memory", f"{DRIVER}/memory"]).map(lambda name: {"requests": {name: "6Gi"}}),
     selectors=st.sampled_from(SELECTORS).map(lambda text: [{"cel": {"expression": text}}]),
 ) | st.just({"allocationMode": "All"})
 DEVICES = st.builds(lambda name, rest: {"deviceClassName": name, **rest}, st.sampled_from(CLASS_NAMES), SETTINGS)
@@ -105,7 +107,8 @@ def cluster() -> Iterator[Cluster]:
         running.api.patch("/api/v1/namespaces/default", {"metadata": {"labels": labels}})
         # Without it the API server would change the class of a request before the other policies see it.
         install(running, {"controller": {"enabled": True}, "admission": {"monitoredClasses": []}})
-        for policy in chart_policies():
+        # No policy limits claims of a namespace without the label (test_policies_shared.py).
+        for policy in (policy for policy in chart_policies() if not policy.name.startswith("largest-shared-claim")):
             wait_for(partial(said_by, running, policy.name), 60, f"{policy.name} is in force")
         yield running
 
@@ -122,6 +125,7 @@ def said_by(cluster: Cluster, policy: str) -> bool:
         "fitting-class": {"requests": [request("gpu-training", selector=SELECTORS[0])]},
         "valid-parameters": {"config": [{"opaque": parameters}]},
         "claim-size": {"requests": [training(count=17)]},
+        "stated-memory": {"requests": [request("gpu-shared")]},
         "one-share-of-a-gpu": {"requests": [request("gpu-dev"), request("gpu-dev", "other")]},
     }
     pod = busybox_pod("tried", container={"resources": {"limits": {IMPLICIT + "gpu-training": 17}}})

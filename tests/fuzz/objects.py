@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
-from driver.model.plan import GpuReport, encode_inventory
+from driver.model.reported_gpus import GpuReport, encode_inventory
 from tests.support.queues import DRIVER, OURS, gpu_in, profile, selected_by
 
 Object = dict[str, Any]

@@ -13,13 +13,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from driver.kube.types import GpuNodePlan, PlanMetadata
 from driver.model.device import Device, devices_of
 from driver.model.gpu_events_and_conditions import DeviceCondition
+from driver.model.gpu_settings import GpuSharing
 from driver.model.plan import COUNTERS_FIELD, TAINTS_FIELD, OfferMode, PlanMode, PlanSpec, PublishHeld
 from driver.placement.occupancy import GpuState
 from driver.slices.build import PublishedGpu, SliceBuilder, slice_object
 from driver.slices.publisher import changes
 from driver.slices.slice_names import Pool
 from kubelet_plugin.changes import ChangeNotifier
-from kubelet_plugin.inventory.inventory import ClaimReference, GpuSharing, Inventory
+from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.plan.follower import PlanFollower
 from kubelet_plugin.plan.mode import ModeTiming
 from kubelet_plugin.plan.plan_file import PlanMemory

@@ -32,6 +32,7 @@ SETTINGS = st.fixed_dictionaries(
         "migGpus": SELECTIONS,
         "sharesOnly": SELECTIONS,
         "shares": by_gpu(COUNTS, ","),
+        "shared": by_gpu(st.sampled_from(["time-slicing", "mps", "mig", ""]), ","),
         "layout": by_gpu(PROFILES, ";"),
         "publish": st.sampled_from(["curated", "complete", "all", ""]),
         "existingPartitions": st.sampled_from(["ignore", "publish", "none"]),

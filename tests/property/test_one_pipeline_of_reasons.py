@@ -23,8 +23,10 @@ from controller.explain.situation import DisjointPlan
 from controller.report.claim_explainer import OTHER_DRIVERS, Explainer
 from controller.report.cluster_view import ClusterView
 from driver.kube.types import Claim
+from driver.model.device import shared_device
 from driver.model.offer import Offer
-from driver.model.plan import GpuReport, OfferMode
+from driver.model.plan import OfferMode
+from driver.model.reported_gpus import GpuReport
 from driver.placement.ranking import Ranking
 from tessera.simulate.imagined_cluster import ClusterContent, ImaginedCluster
 from tests.conformance.reasons.statements import situations
@@ -32,6 +34,7 @@ from tests.support.clock import FakeClock
 from tests.support.map_cluster import MapCluster
 from tests.support.queues import DRIVER, FULL, SHARE, profile, request
 from tests.support.queues import Situation as Objects
+from tests.support.shared_gpus import memory, shared_memory, shared_result
 
 Said = Mapping[str, tuple[str, str]]
 """Code and sentence by key of the claim."""
@@ -54,10 +57,13 @@ OF_OFFERS = {
 def recorded(draw: st.DrawFn) -> MapCluster:
     """A cluster with more claims than one, some nodes that have not reported, and offers of an earlier decision."""
     objects = draw(situations())
+    if draw(st.booleans()):
+        share_memory(objects, draw)
     selectors = st.sampled_from([FULL, SHARE, profile("1g.10gb"), profile("3g.40gb"), profile("9g.90gb")])
     for number in range(draw(st.integers(0, 3))):
         refused = draw(st.booleans())
-        objects.wants(request(selector=draw(selectors)), name=f"other-{number}", status=REFUSED if refused else {})
+        asked = memory(draw(st.sampled_from(AMOUNTS))) if draw(st.booleans()) else request(selector=draw(selectors))
+        objects.wants(asked, name=f"other-{number}", status=REFUSED if refused else {})
     mode = draw(st.sampled_from(OfferMode))
     cluster = with_plans(objects, mode)
     before = MapCluster(Objects(objects.gpus), cluster.reports, cluster.plans)
@@ -68,6 +74,24 @@ def recorded(draw: st.DrawFn) -> MapCluster:
     if draw(st.booleans()):
         cluster.node("silent", {"metadata": {"creationTimestamp": "2026-01-01T00:00:00Z"}})
     return cluster
+
+
+AMOUNTS = ("6Gi", "1500Mi", "39Gi", "100Gi", None)
+"""Memory that claims request of shared GPUs."""
+
+
+def share_memory(objects: Objects, draw: st.DrawFn) -> None:
+    """Claims may share some of the GPUs of which nothing is held, by memory."""
+    for place, gpu in enumerate(objects.gpus):
+        if not gpu.held and draw(st.booleans()):
+            shared = replace(gpu, shared=shared_memory(40))
+            parts = draw(st.lists(st.integers(1, 13), max_size=3))
+            for number, part in enumerate(parts):
+                result = shared_result(gpu.node, gpu.number, f"{part}Gi")
+                status = {"allocation": {"devices": {"results": [result]}}}
+                objects.claim(f"part-{place}-{number}", memory(f"{part}Gi"), status=status)
+            held = (shared_device(gpu.gpu, gpu.number, shared_memory(40), part) for part in parts)
+            objects.gpus[place] = shared.holding(held)
 
 
 REFUSED = {
@@ -86,7 +110,7 @@ def with_plans(objects: Objects, mode: OfferMode) -> MapCluster:
     """The cluster as its node plugins report it."""
     cluster = MapCluster(objects)
     for gpu in objects.gpus:
-        report = GpuReport(gpu.gpu, gpu.number, gpu.shares, gpu.shares_only, gpu.foreign, gpu.fault)
+        report = GpuReport(gpu.gpu, gpu.number, gpu.shares, gpu.shares_only, gpu.foreign, gpu.fault, shared=gpu.shared)
         cluster.reports.setdefault(gpu.node, []).append(report)
         cluster.plans[gpu.node] = {"spec": {"offerMode": mode.value}}
         cluster.held.setdefault(gpu.node, {}).update({device.name: max(1, gpu.shares) for device in gpu.held})

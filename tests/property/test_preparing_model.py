@@ -15,10 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from driver.errors import HardwareError, RecoverableError
 from driver.model.device import Device
 from driver.model.gpu import Partition
-from driver.model.gpu_settings import time_slice_in_force
+from driver.model.gpu_settings import GpuSharing, time_slice_in_force
 from driver.placement.occupancy import GpuState, overlap
 from driver.step_observer import Moment
-from kubelet_plugin.inventory.inventory import ClaimReference, GpuSharing
+from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.step_names import NodeStep
 from tests.support.claims import opaque, result
 from tests.support.node import NodeUnderTest, start_node

@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 
 from driver.model.gpu import Gpu
+from driver.simulator.description import NodeDescription
 from driver.step_observer import unobserved
 from kubelet_plugin.acceptance.protocol import AcceptanceRequest, AcceptanceStep, StepState
 from kubelet_plugin.acceptance.session import CORDON_REASON, AcceptanceService, AcceptanceTest, Messages
@@ -45,7 +46,7 @@ class AcceptanceNode:
     """A node, its health, and the acceptance test of its plugin."""
 
     root: Path
-    gpus: str = "dgx-h100"
+    gpus: str | NodeDescription = "dgx-h100"
     observer: Observer = unobserved
     use: KnownUse = field(default_factory=KnownUse)
     ended: threading.Event = field(default_factory=threading.Event)

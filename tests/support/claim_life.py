@@ -14,8 +14,9 @@ import pytest
 
 from driver.errors import RecoverableError
 from driver.model.gpu import Gpu
+from driver.model.gpu_settings import GpuSharing
 from driver.simulator.description import load_description
-from kubelet_plugin.inventory.inventory import ClaimReference, GpuSharing
+from kubelet_plugin.inventory.inventory import ClaimReference
 from tests.support.claims import opaque, result
 from tests.support.faulty_nvml import FaultyHost
 from tests.support.invariants import Facts, leftovers, read_facts, violations

@@ -55,13 +55,20 @@ class ClaimApi(ClaimReader):
     def delete(self, claim: ClaimReference) -> None:
         del self.claims[claim.namespace, claim.name]
 
-    def allocate(self, name: str, *devices: str | dict[str, Any], config: Any = (), uid: str = "") -> ClaimReference:
-        """Create (or allocate anew) a claim with these devices, and say how the kubelet would name it."""
+    def allocate(
+        self, name: str, *devices: str | dict[str, Any], config: Any = (), uid: str = "", pods: tuple[str, ...] = ()
+    ) -> ClaimReference:
+        """Create (or allocate anew) a claim with these devices, and say how the kubelet would name it.
+
+        ``pods``: the UIDs of the pods that use it.
+        """
         known = self.claims.get(("default", name))
         uid = uid or (known.metadata.uid if known else str(uuid.uuid4()))
         results = [result(device) if isinstance(device, str) else device for device in devices]
         allocation = {"devices": {"results": results, "config": list(config)}}
-        return self.put(name, uid, {"allocation": allocation, "reservedFor": [{"resource": "pods", "name": "pod"}]})
+        users = [{"resource": "pods", "name": f"pod-{pod}", "uid": pod} for pod in pods]
+        users = users or [{"resource": "pods", "name": "pod"}]
+        return self.put(name, uid, {"allocation": allocation, "reservedFor": users})
 
     def report(self, claim: ClaimReference, device: str, partition_uuid: str) -> None:
         """What the node plugin writes into ``status.devices`` after it has prepared a partition."""

@@ -12,7 +12,8 @@ from controller.cluster.claim_index import PoolDevice
 from driver.errors import ApiError
 from driver.kube.lease import leases
 from driver.model.offer import Offer
-from driver.model.plan import PlanSpec, decode_inventory
+from driver.model.plan import PlanSpec
+from driver.model.reported_gpus import decode_inventory
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.allocations import Allocations, devices_by_name

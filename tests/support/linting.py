@@ -51,7 +51,7 @@ def found(*contents: object) -> list[tuple[str, str, str]]:
     return [(finding.path, finding.value, finding.message) for finding in findings(*contents)]
 
 
-CLASSES = [*chart_classes(), device_class("gpu-shared", SHARE, config=[opaque("ShareConfig")])]
+CLASSES = [*chart_classes(), device_class("team-shares", SHARE, config=[opaque("ShareConfig")])]
 
 
 def request_for(class_name: str, *selectors: str, **more: Any) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from controller.report.cluster_view import ClusterView
 from controller.report.map_model import MapNode, cluster_map
 from driver.kube.types import GpuNodePlan
 from driver.model.device import is_monitor
-from driver.model.plan import GpuReport, encode_inventory
+from driver.model.reported_gpus import GpuReport, encode_inventory
+from driver.model.shared_memory import GIB, SharedMemory, SharingStrategy
 from driver.slices.slice_names import Pool
 from tessera.map_drawing import draw_map, draw_summary
 from tessera.map_svg import map_as_svg
@@ -60,14 +61,23 @@ class MapCluster:
         self.reports[node].append(GpuReport(gpu, number, **report))
         return self
 
-    def holds(self, claim: str, node: str, *devices: str, device_class: str = "gpu-inference", shares: int = 1) -> Self:
-        """``claim`` is ``namespace/name``."""
+    def holds(
+        self,
+        claim: str,
+        node: str,
+        *devices: str,
+        device_class: str = "gpu-inference",
+        shares: int = 1,
+        gib: int | None = None,
+    ) -> Self:
+        """``claim`` is ``namespace/name``; ``gib`` what it has of a shared device."""
+        part = {} if gib is None else {"shareID": claim, "consumedCapacity": {"memory": f"{gib}Gi"}}
         namespace, name = claim.split("/")
         pool, results = Pool(node, DRIVER), list[dict[str, Any]]()
         for device in devices:
             of_pool = pool.of_monitors if is_monitor(device) else pool
             result = {"request": "gpu", "driver": DRIVER, "pool": of_pool.name, "device": device}
-            results.append({**result, "adminAccess": is_monitor(device)})
+            results.append({**result, **part, "adminAccess": is_monitor(device)})
         status = {"allocation": {"devices": {"results": results}}}
         self.situation.claim(
             name, request(device_class), status=status, metadata={"namespace": namespace, "uid": claim}
@@ -106,7 +116,8 @@ class MapCluster:
             part = PoolPart(pool, 1, 2 if name in self.missing_slices else 1)
             published = [PublishedSlice(name, part, devices, frozenset(offered))]
             node = self.situation.nodes[name]
-            views.update(name, node, plans[name], published, claims.held(pool), node_changed=True)
+            held, parts = claims.held(pool), claims.shared(pool)
+            views.update(name, node, plans[name], published, held, shared=parts, node_changed=True)
         situation = self.situation
         cluster = ClusterState(
             claims,
@@ -151,10 +162,20 @@ def example() -> MapCluster:
     return found
 
 
+def shared_example() -> MapCluster:
+    """What docs/map.md shows of a GPU that claims share by memory."""
+    by_memory = SharedMemory(SharingStrategy.TIME_SLICING, 23 * GIB)
+    found = MapCluster().gpu("node-3", 0, "NVIDIA L4", shared=by_memory).offers("node-3", "gpu-0-shared")
+    for claim, gib in (("team-c/embed", 6), ("team-d/notebook", 3), ("team-a/rank", 8)):
+        found.holds(claim, "node-3", "gpu-0-shared", device_class="gpu-shared", gib=gib)
+    return found
+
+
 def main() -> None:
     nodes = example().map()
     (DOCS / "map.svg").write_text(map_as_svg(nodes))
     print(example_text(nodes))
+    print(draw_map(shared_example().map(), None))
 
 
 def example_text(nodes: tuple[MapNode, ...]) -> str:

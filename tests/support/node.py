@@ -15,6 +15,7 @@ from driver.hardware.host_paths import HostPaths, boot_id
 from driver.kube.types import Reference
 from driver.model.device import number_gpus
 from driver.model.gpu import Gpu, Partition
+from driver.model.gpu_settings import UNSHARED, GpuSharing
 from driver.simulator.description import NodeDescription, load_description
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.latency import ZERO_LATENCY
@@ -25,14 +26,15 @@ from kubelet_plugin.cdi.spec_files import CdiDirectory
 from kubelet_plugin.cdi.spec_format import SpecFormat
 from kubelet_plugin.changes import ChangeNotifier, GpuChange, HardwareOutcomes, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
-from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, held_shares
+from kubelet_plugin.checkpoint.recorded_gpus import held_shares, held_strategies
+from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
+from kubelet_plugin.claims.claim_memory import GpuSettingsOfClaims
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.cleanup import ClaimCleanup
 from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.preparer import Preparer
-from kubelet_plugin.claims.time_slices import TimeSlices
 from kubelet_plugin.coexistence.adopted_claims import adopt_claims
-from kubelet_plugin.inventory.inventory import UNSHARED, GpuSharing, Inventory
+from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.inventory.scan import Scanner
 from kubelet_plugin.reconcile.recovery import recover
 from kubelet_plugin.settings import NodeSettings, node_settings
@@ -175,7 +177,8 @@ def start_node(
     scanner = Scanner(host, choice, KeptNodeEvents())
     found, _ = scanner.discover()
     kept = {device.gpu_uuid: device.number for record in records for device in record.devices}
-    inventory = Inventory(found, number_gpus(found, kept), sharing, held_shares(records))
+    parts = held_shares(records), held_strategies(records)
+    inventory = Inventory(found, number_gpus(found, kept), sharing, *parts)
     inventory.set_reserved({})
     scanner.discover(inventory)  # which asks for MIG mode
     paths = paths_of(simulated)
@@ -192,8 +195,8 @@ def start_node(
     outcomes, steps = RelayedOutcomes(), StepRunner(observer, took)
     held = ClaimStores(pool=pool, inventory=inventory, checkpoint=checkpoint, cdi=cdi, locks=locks, boot=boot_id(paths))
     partitions = Partitions(host, inventory, outcomes, steps, publishes_existing=choice.publish_existing)
-    time_slices = TimeSlices(host, checkpoint, steps)
-    preparer = Preparer(api, held, partitions, time_slices, KeptChanges(changes), tell, steps)
+    gpu_settings = GpuSettingsOfClaims.of(host, checkpoint, steps)
+    preparer = Preparer(api, held, partitions, gpu_settings, KeptChanges(changes), tell, steps)
     adopted = KeptEvents()
     adopt_claims(held, choice, host.partitions, api, PluginEvents(adopted.record, NODE))
     recover(held, preparer.cleanup, steps)

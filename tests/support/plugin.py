@@ -78,6 +78,7 @@ class PluginFlags:
     log_level: str = "debug"
     mig_gpus: str = ""
     shares: str = ""
+    shared: str = ""
     shares_only: str = ""
     layout: str = ""
     metrics_address: str = ""
@@ -141,6 +142,7 @@ class PluginProcess:
             "--log-level": self.flags.log_level,
             "--mig-gpus": self.flags.mig_gpus,
             "--shares": self.flags.shares,
+            "--shared": self.flags.shared,
             "--shares-only": self.flags.shares_only,
             "--layout": self.flags.layout,
             "--metrics-address": self.flags.metrics_address,

@@ -10,10 +10,11 @@ from typing import Any
 from driver.errors import ApiError
 from driver.model.device import Device, number_gpus, share_index
 from driver.model.gpu import Gpu
+from driver.model.gpu_settings import UNSHARED, GpuSharing
 from driver.model.offer import DeviceKind
 from driver.slices.build import slice_object
 from driver.slices.slice_names import Pool
-from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuSharing, Inventory
+from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
 from tests.harness.waiting import wait_for
@@ -36,10 +37,15 @@ class Given:
     device: str
 
 
-def asked(device_class: str, *selectors: str, name: str = "gpu", count: int = 1) -> dict[str, Any]:
-    """One request of a claim; ``selectors`` are CEL and must all be true."""
+def asked(
+    device_class: str, *selectors: str, name: str = "gpu", count: int = 1, memory: str | None = None
+) -> dict[str, Any]:
+    """One request of a claim; ``selectors`` are CEL and must all be true, ``memory`` is the capacity of that name."""
     cel = [{"cel": {"expression": selector}} for selector in selectors]
-    return {"name": name, "exactly": {"deviceClassName": device_class, "count": count, "selectors": cel}}
+    exactly: dict[str, Any] = {"deviceClassName": device_class, "count": count, "selectors": cel}
+    if memory is not None:
+        exactly["capacity"] = {"requests": {"memory": memory}}
+    return {"name": name, "exactly": exactly}
 
 
 def matching(attribute: str) -> dict[str, str]:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from kubelet_plugin.inventory.inventory import ClaimReference, GpuSharing
+from driver.model.gpu_settings import GpuSharing
+from kubelet_plugin.inventory.inventory import ClaimReference
 from tests.bench.placement.fleet import FleetNode, Mode
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod

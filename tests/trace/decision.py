@@ -20,7 +20,8 @@ from controller.settings import ControllerSettings
 from driver.kube.client import Object
 from driver.kube.types import Key
 from driver.model.device import Device, devices_of
-from driver.model.plan import PATH, decode_inventory
+from driver.model.plan import PATH
+from driver.model.reported_gpus import decode_inventory
 from tests.bench.fleet.recorded import RecordedNode, claim_object, kind_of, record, slices_of
 from tests.bench.fleet.replaying import Recorded
 from tests.harness.waiting import wait_for

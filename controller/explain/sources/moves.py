@@ -84,8 +84,8 @@ class _Arrangements:
         self._matching, self._rules = queue.feasibility.matching, queue.cluster.taint_rules
         self._gpus = {gpu.number: gpu for gpu in queue.feasibility.fleet.nodes[node]}
         names: dict[str, list[str]] = {}
-        for (where, device), claim in queue.holders.items():
-            if where == node:
+        for (where, device), claims in queue.holders.items():
+            for claim in claims if where == node else ():
                 names.setdefault(claim, []).append(device)
         self._of_claims = {claim: self._held(queue, claim, devices) for claim, devices in names.items()}
         """The devices of each claim; none if what it requires is not known."""

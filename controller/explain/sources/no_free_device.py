@@ -38,6 +38,7 @@ from controller.explain.sources.selected_gpus import (
 from controller.explain.sources.selector_sentences import selected_nowhere
 from controller.explain.sources.waiting_gangs import reason_of_gang
 from driver.kube.types import MAX_DEVICES, Key
+from driver.model.offer import SHARED
 
 MAX_KNOWN = 1024
 """Reasons of each kind that are remembered from one search to the next."""
@@ -383,7 +384,7 @@ class Reasoning:
     def _held_or_fragmented_reason(self, request: DeviceRequest, pending: PendingClaim) -> Reason:
         """The reason where GPUs have the selected devices, but not enough of them are free."""
         available = self.availability(request, pending)
-        nodes = available.nodes_with_room()
+        nodes = available.nodes_with_room() if available.selected.keys != {SHARED} else []
         if not nodes:
             at_limit = [gpu for gpu in available.selected.usable if gpu.is_at_its_limit]
             return (

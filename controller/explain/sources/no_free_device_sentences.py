@@ -8,6 +8,7 @@ from dataclasses import replace
 from controller.cluster.fleet import FleetGpu
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.node_eligibility import Excluded, Exclusion
+from controller.demand.pending_claims import Holders
 from controller.demand.requirements import ClaimRequirements, DeviceRequest
 from controller.explain.reason import Reason, ReasonCode
 from controller.explain.sources.moves import MAX_NODES, Move
@@ -25,9 +26,12 @@ from controller.explain.sources.selected_gpus import (
     numbered,
 )
 from controller.explain.sources.selector_sentences import failing
+from deviceclasses.cel.library.quantity import parse_quantity
 from deviceclasses.lint.selectors.attribute_catalogue import why_without
 from driver.kube.types import MAX_DEVICES, Request
 from driver.model.gpu import MigMode
+from driver.model.offer import SHARED
+from driver.model.shared_memory import GIB
 
 OF_OBSTACLE = {
     Obstacle.CLOSED: (ReasonCode.CLOSED, "nothing is offered on nodes that are closed"),
@@ -51,17 +55,37 @@ NEAREST = (MigMode.RESET_TO_ENABLE, MigMode.RESET_TO_DISABLE, MigMode.DISABLED, 
 """MIG modes, the one with the fewest remaining steps first."""
 
 
-def held(available: Availability, claim_of: Mapping[tuple[str, str], str]) -> Reason:
+def held(available: Availability, holders: Holders) -> Reason:
     """Too few devices are free, and not because of fragmentation."""
     request, (most, node) = available.request, available.selected.most_free
+    by = held_by([available], holders)
+    if available.selected.keys == {SHARED} and (most_left := _most_left(available)):
+        return _of_request(available, ReasonCode.HELD, most_left + by)
     if request.count is None:
         free = "on every node that has them some are in use"
     elif most:
         free = f"at most {most} {'is' if most == 1 else 'are'} free on one node ({node})"
     else:
         free = "none is free"
-    by = held_by([available], claim_of)
     return _of_request(available, ReasonCode.HELD, f"{free}, of {available.selected.products} that have it{by}")
+
+
+def _most_left(available: Availability) -> str:
+    """The shared GPU with the most memory left, and what the claim asks; empty if none is held as a shared one."""
+    shared = [gpu for gpu in available.selected.usable if gpu.entry.state.used]
+    if not shared:
+        return ""
+    gpu = max(shared, key=lambda gpu: gpu.entry.state.left)
+    fleet_gpu = gpu.entry
+    state, gib = fleet_gpu.state, gpu.matches.gib
+    asks = f"{gib}" if available.request.count in {1, None} else f"{available.request.count} times {gib}"
+    memory = available.request.selector.memory
+    if memory is not None and parse_quantity(str(memory)).value != gib * GIB:
+        asks += f" ({memory}, rounded up to whole GiB)"
+    count = len(available.selected.usable)
+    most = "" if count == 1 else f", the most of {count} shared GPUs"
+    name = f"gpu-{fleet_gpu.number} of {fleet_gpu.node}"
+    return f"{name} has {state.left} GiB left of {state.room}{most}, the claim asks {asks}"
 
 
 def profile_limit(available: Availability, gpus: Sequence[SelectedGpu]) -> Reason:

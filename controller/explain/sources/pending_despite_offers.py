@@ -84,7 +84,7 @@ def satisfying(
     gpus = list({device.gpu.gpu.uuid: device.gpu for device in offered}.values())
     states, budget = tuple(gpu.state for gpu in gpus), Budget(PUBLISHED_STEPS)
     chosen = choose_devices(gpus, states, requirements, value_of, budget, published)
-    return tuple(published[gpu.gpu.uuid][spot] for gpu, spot in chosen)
+    return tuple(published[gpu.gpu.uuid][spot.device] for gpu, spot in chosen)
 
 
 class Sightings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -12,12 +12,14 @@ from functools import cached_property
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.device_search import free_spots, most_devices, slices_of
 from controller.demand.node_eligibility import BLOCKING, Excluded
+from controller.demand.pending_claims import Holders
 from controller.demand.requirements import DeviceRequest
 from controller.demand.selected_devices import Matches, Selector, SelectorFailure
 from driver.kube.types import DeviceTaintRule
+from driver.model.device import Device
 from driver.model.gpu import MigMode
-from driver.model.offer import FULL, SHARE, DeviceKind, OfferKind
-from driver.model.plan import FaultKind
+from driver.model.offer import FULL, SHARE, SHARED, DeviceKind, OfferKind
+from driver.model.reported_gpus import FaultKind
 from driver.slices.slice_names import Pool
 
 SHOWN = 3
@@ -73,7 +75,7 @@ class SelectedGpu:
     def room(self) -> float:
         """The number of devices for which its free memory and compute slices would be enough."""
         state, kinds = self.entry.state, self.matches.starts_by_kind
-        in_memory = state.free / min(slices_of(state, kind) for kind in kinds)
+        in_memory = state.free / min(slices_of(state, kind, self.matches.gib) for kind in kinds)
         computes = {profile.name: profile.compute_slices for profile in self.entry.gpu.profiles}
         least = min((computes.get(kind.profile or "", 0) for kind in kinds), default=0)
         if not least:  # full GPUs and shares take compute slices with their memory
@@ -165,6 +167,11 @@ class Availability:
         """What the request asks for: ``2 full GPUs of one node``, ``a partition 1g.10gb``."""
         singular, plural = _nouns(self.selected.keys)
         count = self.request.count
+        if self.selected.keys == {SHARED}:
+            amount = self.request.selector.memory
+            what = f"{'all memory' if amount is None else f'memory {amount}'} of a shared GPU"
+            if count is not None:
+                return what if count == 1 else f"{count} times {what}, on one node"
         if count is None:
             return f"all {plural} of one node"
         return f"a {singular}" if count == 1 else f"{count} {plural} of one node"
@@ -175,6 +182,8 @@ def _nouns(keys: frozenset[OfferKind]) -> tuple[str, str]:
         return "full GPU", "full GPUs"
     if keys == {SHARE}:
         return "share", "shares"
+    if keys == {SHARED}:
+        return "shared GPU", "shared GPUs"
     if keys and all(key.type is DeviceKind.PARTITION for key in keys):
         profile = f" {next(iter(keys)).profile}" if len(keys) == 1 else ""
         return f"partition{profile}", f"partitions{profile}"
@@ -228,7 +237,8 @@ def _obstacle(entry: FleetGpu, matches: Matches) -> tuple[Obstacle | None, str]:
     missing = {key.type for key in matches.starts_by_kind} - entry.state.kinds
     if missing:
         # Kinds that the settings of the node allow, and only the present MIG mode does not: a reset brings them.
-        after_reset = missing & entry.uses & ({DeviceKind.SHARE} if entry.shares_only else set(DeviceKind))
+        of_several = {DeviceKind.SHARE, DeviceKind.SHARED}
+        after_reset = missing & entry.uses & (of_several if entry.shares_only else set(DeviceKind))
         return (Obstacle.RESET, f"MIG {entry.gpu.mig_mode}") if after_reset else (Obstacle.DEDICATED, kept_by(entry))
     return (Obstacle.FOREIGN, "") if entry.foreign else (None, "")
 
@@ -330,14 +340,25 @@ def numbered(gpus: Iterable[FleetGpu]) -> str:
     return listed([f"{listed(names)} of {node}" for node, names in sorted(on_nodes.items())])
 
 
-def holders_of(gpus: Iterable[FleetGpu], claim_of: Mapping[tuple[str, str], str]) -> list[str]:
-    """The claims with devices on ``gpus``, by name; ``claim_of`` maps node and device to ``namespace/name``."""
-    holders = {claim_of.get((entry.node, device.name), "") for entry in gpus for device in entry.held}
-    return sorted(holders - {""})
+def held_with_claims(gpu: FleetGpu, holders: Holders) -> Iterator[tuple[Device, tuple[str, ...]]]:
+    """The held devices with the claims that have them; a shared device once for each of its claims."""
+    before: Counter[str] = Counter()
+    for device in gpu.held:
+        claims = holders.get((gpu.node, device.name), ())
+        if device.kind is DeviceKind.SHARED:
+            claims = claims[before[device.name] :][:1]
+            before[device.name] += 1
+        yield device, claims
 
 
-def held_by(available: Iterable[Availability], claim_of: Mapping[tuple[str, str], str]) -> str:
+def holders_of(gpus: Iterable[FleetGpu], holders: Holders) -> list[str]:
+    """The claims with devices on ``gpus``, by name."""
+    devices = {(gpu.node, device.name) for gpu in gpus for device in gpu.held}
+    return sorted({claim for device in devices for claim in holders.get(device, ())})
+
+
+def held_by(available: Iterable[Availability], holders: Holders) -> str:
     """The claims that hold devices of the usable GPUs: the end of a sentence."""
-    holders = holders_of((gpu.entry for availability in available for gpu in availability.selected.usable), claim_of)
-    claims = "claim" if len(holders) == 1 else "claims"
-    return f"; devices there are held by {len(holders)} {claims}: {listed(holders)}" if holders else ""
+    claims = holders_of((gpu.entry for availability in available for gpu in availability.selected.usable), holders)
+    noun = "claim" if len(claims) == 1 else "claims"
+    return f"; devices there are held by {len(claims)} {noun}: {listed(claims)}" if claims else ""

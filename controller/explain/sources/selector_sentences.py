@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from controller.demand.feasibility import Feasibility
 from controller.demand.requirements import DeviceRequest
-from controller.demand.selected_devices import SelectorFailure
+from controller.demand.selected_devices import Met, Selector, SelectorFailure
 from controller.explain.reason import Reason, ReasonCode
 from controller.explain.sources.selected_gpus import listed
 from deviceclasses.cel.engine import Program, try_compile
@@ -26,6 +26,9 @@ EQUAL = re.compile(r"(\w+)\s*==\s*\"([^\"]*)\"")
 AT_LEAST = re.compile(r'(?P<name>\w+)\.compareTo\(quantity\("(?P<amount>[^"]+)"\)\)\s*(?P<than>>=?)\s*0')
 """A comparison of a capacity with the least that is acceptable."""
 
+WITH_DOMAIN = re.compile(r'"[^"]+/(?P<name>\w+)" in device\.capacity\[.*')
+"""The condition for a requested capacity whose name has a domain."""
+
 IDENTIFIERS = frozenset({"uuid", "parentUUID", "pciBusID", "pcieRoot", "nvlinkClique", "fabricClique"})
 """Attributes of which one value can not be meant by another that is like it."""
 
@@ -38,6 +41,10 @@ SHOWN_VALUES = 8
 MAX_CONDITION = 200
 """Characters of a condition that a message shows."""
 
+NOT_SHARED = (
+    "no GPU is shared by memory (node plugin: --shared, e.g. nodePlugin.extraArgs={--shared=all=time-slicing}; "
+    "the API server must keep allowMultipleAllocations: Kubernetes 1.36 and newer do)"
+)
 NOT_DIVIDED = "no GPU is divided into shares (node plugin: --shares, e.g. nodePlugin.extraArgs={--shares=all=10})"
 
 
@@ -76,6 +83,8 @@ def _no_match(feasibility: Feasibility, request: DeviceRequest) -> str:
     if not met:
         texts = " and ".join(selector.expressions)
         return f"no device of the cluster's {len(feasibility.fleet.gpus)} GPUs is selected by {texts}"
+    if any(all(verdicts) for _, verdicts in met):
+        return _rounded_up(selector, met)
     culprit, others = _contradiction([verdicts for _, verdicts in met])
     wrong = mistakes(selector.expressions, driver)
     condition = brief(conditions[culprit], driver)
@@ -85,7 +94,8 @@ def _no_match(feasibility: Feasibility, request: DeviceRequest) -> str:
     if not others:
         devices = [device for device, verdicts in met if sum(verdicts) == len(conditions) - 1] or devices
     values = _values(feasibility, conditions[culprit], devices)
-    hint = "; ".join(wrong) if wrong else _suggestion(conditions[culprit], values)
+    has_domain = WITH_DOMAIN.match(conditions[culprit]) is not None
+    hint = "; ".join(wrong) if wrong and not has_domain else _suggestion(conditions[culprit], values)
     hint = f"; {hint.removeprefix('; ')}" if hint else ""
     if any(conditions[culprit] in conditions_of(expression) for expression in request.class_selectors):
         hint += f"; this condition is part of DeviceClass {request.device_class}"
@@ -105,6 +115,13 @@ def _no_match(feasibility: Feasibility, request: DeviceRequest) -> str:
         listed_values = _listed_values(values).removeprefix(f"{equal[1]} is ")
         return f"{equal[1]} {equal[2]}: no GPU has it; there are {listed_values}{hint}"
     return f"no device of the cluster's {len(feasibility.fleet.gpus)} GPUs is selected by {condition}{there}{hint}"
+
+
+def _rounded_up(selector: Selector, met: Met) -> str:
+    """The sentence where shared devices meet all conditions, and only the amount that is asked of them is too much."""
+    largest = max(device.shared.gib for device, verdicts in met if device.shared and all(verdicts))
+    asked = f"memory {selector.memory}, rounded up to whole GiB"
+    return f"{asked}: no shared GPU has so much; the largest has {largest} GiB for claims"
 
 
 def _contradiction(met: Sequence[tuple[bool, ...]]) -> tuple[int, list[int]]:
@@ -135,6 +152,8 @@ def _without_such_gpus(feasibility: Feasibility, condition: str) -> str:
         return ""
     if equal.groups() == ("type", DeviceKind.SHARE):
         return NOT_DIVIDED
+    if equal.groups() == ("type", DeviceKind.SHARED):
+        return NOT_SHARED
     cut = any(entry.gpu.profiles for entry in feasibility.fleet)
     if not cut and (equal.groups() == ("type", DeviceKind.PARTITION) or equal[1] == "profile"):
         products = sorted({entry.gpu.product_name for entry in feasibility.fleet})
@@ -183,7 +202,9 @@ def _size(value: str) -> tuple[float, ...]:
 
 
 def _suggestion(condition: str, values: Mapping[str, Mapping[str, set[str]]]) -> str:
-    """``; did you mean X?`` for a text in ``condition`` that is like a value that there is."""
+    """``; did you mean X?`` for a text in ``condition`` that is like a value that there is, or a name that is none."""
+    if named := WITH_DOMAIN.match(condition):
+        return f"write the name of the capacity as the slice has it, without a domain: {named['name']}"
     texts = re.findall(r"\"([^\"]*)\"", re.sub(r"\[[^\]]*\]\s*\.", "", condition))
     there = {value for name, by_value in values.items() for value in by_value if name not in IDENTIFIERS}
     return next((hint for text in texts if not is_known_value(text) and (hint := meant(text, there))), "")

@@ -96,7 +96,8 @@ function notes(gpu) {
   const texts = [];
   if (gpu.fault !== null) texts.push(gpu.fault);
   else if (gpu.cordon !== null) texts.push(`cordon requested: ${gpu.cordon}`);
-  texts.push(...gpu.overlaps.map(([one, other]) => `${one} and ${other} are both held, but overlap`));
+  texts.push(...gpu.overlaps.map(([one, other]) => one === other ? `the claims of ${one} have more than its memory`
+    : `${one} and ${other} are both held, but overlap`));
   const holders = new Map(gpu.spans.filter((span) => span.holder).map((span) => [holderName(span.holder), span.holder]));
   for (const [name, holder] of holders) {
     if (holder.problem !== null) texts.push(`claim ${name}: ${holder.problem}`);
@@ -118,7 +119,8 @@ function gpuRow(gpu, classes) {
 }
 
 function describe(span) {
-  const kinds = span.kinds.join(", ");
+  const memory = typeof span.memoryGib === "number" ? `${span.memoryGib} GiB ` : "";
+  const kinds = memory + span.kinds.join(", ");
   if (span.state === "held") return `${kinds} held by ${span.holder ? `${holderName(span.holder)}, ${className(span.holder)}` : "?"}`;
   if (span.state === "offered") return `${kinds} offered`;
   return `${counted(span.size, "slice")} ${span.foreign ? "in a partition of others" : span.state}`;

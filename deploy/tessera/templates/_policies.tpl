@@ -45,3 +45,45 @@ expression: variables.node + '-{{ .Values.driverName }}'
 {{- define "tessera.listOf" -}}
 (has({{ . }}) && {{ . }} != null ? {{ . }} : [])
 {{- end -}}
+
+{{- /* The objects of a policy about new claims. */ -}}
+{{- define "tessera.claimsAndTemplates" -}}
+matchConstraints:
+  # The API server converts claims in an older API version first.
+  matchPolicy: Equivalent
+  resourceRules:
+    - apiGroups: [resource.k8s.io]
+      apiVersions: [v1]
+      operations: [CREATE]
+      resources: [resourceclaims, resourceclaimtemplates]
+{{- end -}}
+
+{{- /* Variables of a policy about claims and templates: the requests by name, and their names. */ -}}
+{{- define "tessera.askedByName" -}}
+- name: devices
+  expression: "has(dyn(object).spec.spec) ? dyn(object).spec.spec.devices : dyn(object).spec.devices"
+- name: requests
+  expression: {{ include "tessera.listOf" "variables.devices.requests" | quote }}
+# Requests by name as in allocation results; a request with alternatives counts as one entry per alternative.
+- name: asked
+  expression: >-
+    variables.requests.transformMapEntry(number, each, has(each.exactly) ? {each.name: each.exactly}
+    : each.firstAvailable.transformMapEntry(place, one, {each.name + '/' + one.name: one}))
+# Request names in the order of the manifest (names contain no commas).
+- name: names
+  expression: >-
+    variables.asked.size() == 0 ? [] : variables.requests.map(each, has(each.exactly) ? each.name
+    : each.firstAvailable.map(one, each.name + '/' + one.name).join(',')).join(',').split(',')
+{{- end -}}
+
+{{- /*
+Condition of policies about claims: the scheduler creates the claim of a pod with extended resources, and would repeat a refused
+creation for ever. Only schedulers may allocate claims, so nobody else gets around the policy with the annotation.
+*/ -}}
+{{- define "tessera.notMadeByAScheduler" -}}
+- name: not-made-by-a-scheduler
+  expression: >-
+    !(has(object.metadata.annotations) && 'resource.kubernetes.io/extended-resource-claim' in object.metadata.annotations &&
+    authorizer.group('resource.k8s.io').resource('resourceclaims').subresource('status').namespace(request.namespace)
+    .check('update').allowed())
+{{- end -}}

@@ -19,6 +19,7 @@ from driver.hardware.gpu_properties import ARCHITECTURES
 from driver.model.device import MONITOR_TYPE
 from driver.model.gpu import MigMode
 from driver.model.offer import DeviceKind
+from driver.model.shared_memory import MEMORY_CAPACITY, SHARING_FIELD, MemoryLimit
 from driver.simulator.products import facts
 from driver.slices.attributes import FACTS, MONITOR_NAMES, NO_PROFILE, STANDARD
 
@@ -26,17 +27,22 @@ EVERY_FACT = [fact for facts_of_kind in FACTS.values() for fact in facts_of_kind
 ATTRIBUTES = frozenset(fact.name for fact in EVERY_FACT if "/" not in fact.name)
 IN_STANDARD = frozenset(fact.name.removeprefix(STANDARD) for fact in EVERY_FACT if fact.name.startswith(STANDARD))
 STANDARD_DOMAIN = STANDARD.removesuffix("/")
-CAPACITIES = frozenset({"memory", "multiprocessors"})
+CAPACITIES = frozenset({MEMORY_CAPACITY, "multiprocessors"})
 TYPE_OF = {fact.name: fact.kind for fact in EVERY_FACT}
 """The type of each attribute, by its published name."""
 
 
 def names_of(device_type: str) -> frozenset[str]:
     """The names, without domain, of the attributes and capacities that a device of this type can have."""
-    is_monitor = device_type == MONITOR_TYPE
-    names = MONITOR_NAMES if is_monitor else {fact.name for fact in FACTS[DeviceKind(device_type)]}
-    capacities = frozenset[str]() if is_monitor or device_type == DeviceKind.SHARE else CAPACITIES
-    return capacities | {name.removeprefix(STANDARD) for name in names}
+    names = MONITOR_NAMES if device_type == MONITOR_TYPE else {fact.name for fact in FACTS[DeviceKind(device_type)]}
+    return capacities_of(device_type) | {name.removeprefix(STANDARD) for name in names}
+
+
+def capacities_of(device_type: str) -> frozenset[str]:
+    """The names of the capacities that a device of this type can have."""
+    if device_type == DeviceKind.SHARED:
+        return frozenset({MEMORY_CAPACITY})
+    return frozenset() if device_type in {MONITOR_TYPE, DeviceKind.SHARE} else CAPACITIES
 
 
 SAMPLE_VALUES = {"string": "", "int": 0, "bool": False, "version": "0.0.0"}
@@ -51,7 +57,8 @@ def published_sample(device_type: str, profile: str) -> dict[str, Any]:
     attributes["type"] = {"string": str(device_type)}
     attributes["profile"] = {"string": profile}
     capacity = {name: {"value": "1Gi"} for name in CAPACITIES & names}
-    return {"name": str(device_type), "attributes": attributes, "capacity": capacity}
+    sharing = {SHARING_FIELD: True} if device_type == DeviceKind.SHARED else {}
+    return {"name": str(device_type), "attributes": attributes, "capacity": capacity, **sharing}
 
 
 COMPARABLE_LITERALS = {"string": {"string"}, "int": {"int", "uint", "double"}, "bool": {"bool"}, "version": set[str]()}
@@ -82,6 +89,7 @@ def values() -> Mapping[str, Values]:
     return {
         "type": Values((*DeviceKind, MONITOR_TYPE)),
         "migMode": Values(tuple(MigMode)),
+        "memoryLimit": Values(tuple(MemoryLimit)),
         "profile": Values((NO_PROFILE, *sorted(profiles)), growing=True),
         "architecture": Values((*ARCHITECTURES.values(), "Unknown"), growing=True),
     }

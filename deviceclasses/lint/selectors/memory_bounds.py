@@ -32,8 +32,12 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 class MemorySize(NamedTuple):
-    """The memory of a partition or a full GPU of one product; ``profile`` is ``none`` for a full GPU."""
+    """The memory of a partition, a full or a shared GPU of one product; ``profile`` is ``none`` for GPUs.
 
+    Claims of a shared GPU can have a little less: what the driver and the MPS server take is not known here.
+    """
+
+    kind: DeviceKind
     product: str
     architecture: str
     profile: str
@@ -41,7 +45,9 @@ class MemorySize(NamedTuple):
 
     @property
     def what(self) -> str:
-        return f"a full {self.product}" if self.profile == NO_PROFILE else self.profile
+        if self.kind is DeviceKind.SHARED:
+            return f"a shared {self.product}"
+        return self.profile if self.kind is DeviceKind.PARTITION else f"a full {self.product}"
 
     def is_meant_by(self, bound: Fraction) -> bool:
         """Whether ``bound``, in bytes, is slightly above the memory, or the number in the name of the profile."""
@@ -55,9 +61,10 @@ def memory_sizes() -> tuple[MemorySize, ...]:
     """The sizes of the products that the simulator knows."""
     sizes = []
     for product in filter(None, map(find_product, product_names())):
-        of_profiles = [(profile.name, profile.memory_mib) for profile in product.profiles]
-        for profile, memory_mib in [(NO_PROFILE, product.memory_mib), *of_profiles]:
-            sizes.append(MemorySize(product.name, product.architecture, profile, memory_mib))
+        partitions = [(DeviceKind.PARTITION, profile.name, profile.memory_mib) for profile in product.profiles]
+        gpus = [(kind, NO_PROFILE, product.memory_mib) for kind in (DeviceKind.FULL, DeviceKind.SHARED)]
+        for kind, profile, memory_mib in [*gpus, *partitions]:
+            sizes.append(MemorySize(kind, product.name, product.architecture, profile, memory_mib))
     return tuple(dict.fromkeys(sizes))
 
 
@@ -115,8 +122,7 @@ def _quantities(root: Expr) -> Iterator[str]:
 
 def _selects(programs: Iterable[Program], size: MemorySize, memory: str, driver: str) -> bool:
     """Whether all selectors accept a device like ``size``, but with that much memory."""
-    device_type = DeviceKind.FULL if size.profile == NO_PROFILE else DeviceKind.PARTITION
-    sample: dict[str, Any] = published_sample(device_type, size.profile)
+    sample: dict[str, Any] = published_sample(size.kind, size.profile)
     sample["attributes"] |= {"productName": {"string": size.product}, "architecture": {"string": size.architecture}}
     sample["capacity"]["memory"] = {"value": memory}
     device = from_slice_device(driver, sample)

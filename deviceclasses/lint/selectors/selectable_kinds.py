@@ -16,6 +16,7 @@ from deviceclasses.cel.values import EvaluationError, Map, Value
 from deviceclasses.lint.selectors.attribute_catalogue import names_of, values
 from driver.model.device import MONITOR_TYPE
 from driver.model.offer import DeviceKind
+from driver.model.shared_memory import SHARING_FIELD
 from driver.slices.attributes import NO_PROFILE
 
 
@@ -73,6 +74,7 @@ class _PartialDevice(CelDevice):
         return _PartialMap(
             {
                 "driver": self.driver,
+                SHARING_FIELD: attributes["type"] == DeviceKind.SHARED,
                 "attributes": _PartialMap({self.driver: _PartialMap(attributes, missing)}),
                 "capacity": _PartialMap({self.driver: _PartialMap({}, missing)}),
             }

@@ -58,6 +58,7 @@ TYPE_NAMES: Mapping[str, str] = {
     DeviceKind.FULL: "a full GPU",
     DeviceKind.PARTITION: "a partition",
     DeviceKind.SHARE: "a share",
+    DeviceKind.SHARED: "a shared GPU",
     MONITOR_TYPE: "a monitor device",
 }
 
@@ -172,7 +173,7 @@ def _remedy(program: Program, verdict: str, driver: str) -> str:
     key = verdict.removeprefix(NO_SUCH_KEY)
     having = [kind for kind in DeviceKind if key in names_of(kind)]
     kinds = " || ".join(f'.type == "{kind}"' for kind in having) if len(having) < len(DeviceKind) else ".type"
-    kinds = f"({kinds})" if len(having) == len(DeviceKind) - 1 else kinds or ".type"
+    kinds = f"({kinds})" if 1 < len(having) < len(DeviceKind) else kinds or ".type"
     return f'ask for device.driver == "{driver}" and {kinds} first, with &&'
 
 
@@ -190,6 +191,7 @@ def _samples(driver: str, profiles: frozenset[str]) -> list[tuple[str, CelDevice
         (DeviceKind.FULL, NO_PROFILE),
         *((DeviceKind.PARTITION, profile) for profile in sorted(profiles)),
         (DeviceKind.SHARE, NO_PROFILE),
+        (DeviceKind.SHARED, NO_PROFILE),
         (MONITOR_TYPE, NO_PROFILE),
     ]
     ours = [(TYPE_NAMES[name], from_slice_device(driver, published_sample(name, profile))) for name, profile in alike]

@@ -12,7 +12,7 @@ from types import FunctionType
 from typing import Any
 
 from driver.simulator.mps.control_daemon import ControlDaemon, Server
-from driver.simulator.mps.limits import EVERY_GPU, Limits, Refusal, gpu_named, percentage, size
+from driver.simulator.mps.limits import EVERY_GPU, ClientLimits, Refusal, gpu_named, percentage, size
 from driver.simulator.mps.server_program import clients_of
 
 READING = re.compile(r"get_|.* list$")
@@ -142,7 +142,7 @@ def _named(daemon: ControlDaemon, name: str) -> Server:
     raise Refusal(f"server {name} not found")
 
 
-def _namespace(daemon: ControlDaemon, options: Options, name: str) -> tuple[Server, Limits]:
+def _namespace(daemon: ControlDaemon, options: Options, name: str) -> tuple[Server, ClientLimits]:
     server = _named(daemon, options.get("server", ""))
     if name not in server.namespaces:
         raise Refusal(f"namespace {name} not found")
@@ -153,7 +153,7 @@ def _server_create(daemon: ControlDaemon, options: Options, name: str) -> str:
     uid = int(options.get("uid", "0"))
     if daemon.settings.multi_user and uid != 0:
         raise Refusal("only --uid=0 is allowed in multiuser mode")
-    daemon.start_named_server(name, uid, options.get("allowed-devices"), Limits())
+    daemon.start_named_server(name, uid, options.get("allowed-devices"), ClientLimits())
     return ""
 
 
@@ -175,7 +175,7 @@ def _server_list(daemon: ControlDaemon, options: Options, name: str = "") -> str
 
 
 def _namespace_create(daemon: ControlDaemon, options: Options, name: str) -> str:
-    daemon.add_namespace(_named(daemon, options.get("server", "")), name, Limits())
+    daemon.add_namespace(_named(daemon, options.get("server", "")), name, ClientLimits())
     return ""
 
 
@@ -210,7 +210,7 @@ def _namespace_list(daemon: ControlDaemon, options: Options, name: str = "") -> 
     return _table(options, (*titles, "CLIENT PRIORITY", "PIPE DIRECTORY"), rows)
 
 
-def _set(limits: Limits, options: Options) -> str:
+def _set(limits: ClientLimits, options: Options) -> str:
     if not options.keys() & {"pinned-memory-limit", "active-thread-percentage"}:
         raise Refusal("At least one option is required")
     memory, threads = options.get("pinned-memory-limit"), options.get("active-thread-percentage")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from driver.simulator.mps.limits import CudaError, Limits, Refusal, check_name, gpu_named, granted
+from driver.simulator.mps.limits import ClientLimits, CudaError, Refusal, check_name, gpu_named, granted
 from driver.simulator.mps.server_program import SERVER_PROGRAM, clients_of, end_server
 from driver.simulator.smi_tool import present_gpus
 
@@ -46,9 +46,11 @@ class Settings(NamedTuple):
 class Server:
     """A running server. ``limits`` are those of its default namespace; protocol 2 has no other."""
 
-    def __init__(self, name: str, uid: int, gpus: list[str], process: subprocess.Popen[bytes], limits: Limits) -> None:
+    def __init__(
+        self, name: str, uid: int, gpus: list[str], process: subprocess.Popen[bytes], limits: ClientLimits
+    ) -> None:
         self.name, self.uid, self.gpus, self.process, self.limits = name, uid, gpus, process, limits
-        self.namespaces: dict[str, Limits] = {}
+        self.namespaces: dict[str, ClientLimits] = {}
 
     @property
     def pid(self) -> int:
@@ -72,7 +74,7 @@ class ControlDaemon:
         self.settings = settings
         self._run_command = run_command
         self.servers: dict[int, Server] = {}
-        self.defaults = Limits()
+        self.defaults = ClientLimits()
         self._selector = selectors.DefaultSelector()
         self._sockets: dict[Path, socket.socket] = {}
         self._stopping = False
@@ -94,13 +96,13 @@ class ControlDaemon:
             raise Refusal(f"{path}: {error}") from error
         for name, values in content.get("servers", {}).items():
             _known(values, SERVER_KEYS, f"servers.{name}")
-            limits = Limits.read(values)
+            limits = ClientLimits.read(values)
             uid = int(values.get("uid", os.getuid()))
             server = self.start_named_server(name, uid, values.get("allowed_devices"), limits)
             for namespace, inner in values.get("namespaces", {}).items():
                 _known(inner, NAMESPACE_KEYS, f"servers.{name}.namespaces.{namespace}")
                 if server is not None:
-                    self.add_namespace(server, namespace, Limits.read(inner))
+                    self.add_namespace(server, namespace, ClientLimits.read(inner))
 
     def run(self) -> None:
         """Serve until it is told to quit."""
@@ -203,7 +205,7 @@ class ControlDaemon:
 
     def start_server(self, uid: int) -> Server:
         """Start a server of protocol 2, with the default limits. Raises CudaError: it ends at once."""
-        limits = Limits(self.defaults.threads)
+        limits = ClientLimits(self.defaults.threads)
         for name, memory in self.defaults.memory.items():
             uuid = gpu_named(name, self.gpus)
             if uuid is not None:
@@ -213,7 +215,7 @@ class ControlDaemon:
             raise CudaError("CUDA_ERROR_MPS_SERVER_NOT_READY: the server has no GPU")
         return server
 
-    def start_named_server(self, name: str, uid: int, allowed: str | None, limits: Limits) -> Server | None:
+    def start_named_server(self, name: str, uid: int, allowed: str | None, limits: ClientLimits) -> Server | None:
         """Start a server of protocol 3; None: it ended at once, as where it has no GPU. Raises Refusal."""
         check_name(name)
         if any(server.name == name for server in self.servers.values()):
@@ -226,7 +228,7 @@ class ControlDaemon:
             self.add_namespace(server, DEFAULT_NAMESPACE, limits)
         return server
 
-    def _start(self, name: str, uid: int, gpus: list[str], limits: Limits) -> Server | None:
+    def _start(self, name: str, uid: int, gpus: list[str], limits: ClientLimits) -> Server | None:
         if not gpus:
             self.log("no CUDA-capable device is detected", name)
             return None
@@ -265,7 +267,7 @@ class ControlDaemon:
 
     # Namespaces of protocol 3
 
-    def add_namespace(self, server: Server, name: str, limits: Limits) -> None:
+    def add_namespace(self, server: Server, name: str, limits: ClientLimits) -> None:
         """Raises Refusal: the name is taken or not valid."""
         check_name(name)
         if name in server.namespaces:

@@ -24,7 +24,7 @@ class CudaError(Exception):
     """A client gets this error from CUDA."""
 
 
-class Limits:
+class ClientLimits:
     """Of each client. ``memory``: bytes by GPU, as commands name it, or EVERY_GPU; a missing GPU has no limit."""
 
     def __init__(self, threads: float = 100.0) -> None:
@@ -32,7 +32,7 @@ class Limits:
         self.memory: dict[str, int] = {}
 
     @classmethod
-    def read(cls, values: Mapping[str, Any]) -> Limits:
+    def read(cls, values: Mapping[str, Any]) -> ClientLimits:
         """Limits in a configuration file. Raises Refusal."""
         limits = cls()
         if "active_thread_percentage" in values:
@@ -82,7 +82,7 @@ def gpu_named(name: str, gpus: Sequence[str]) -> str | None:
     return next((gpu for gpu in gpus if name.startswith("GPU-") and gpu.startswith(name)), None)
 
 
-def granted(limits: Limits, gpu: str, environment: Mapping[str, str]) -> tuple[int | None, float]:
+def granted(limits: ClientLimits, gpu: str, environment: Mapping[str, str]) -> tuple[int | None, float]:
     """Memory (None: no limit) and percentage of threads of a client that sees ``gpu`` only.
 
     The environment lowers both and raises neither; but if it limits a GPU that the client does not see, the client has

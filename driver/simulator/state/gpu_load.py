@@ -69,6 +69,7 @@ class Load(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     """A process that loads a device since some time (seconds since the epoch), repeating its phases.
 
     ``compute`` and ``memory`` are the device's parts of the GPU: of its compute slices and its memory slices.
+    ``cgroup`` is the directory of the process's cgroup; empty: no limit on memory holds it.
     ``server`` is the process id of the MPS server whose client the process is, 0: none; ``until`` when the process
     ended with it, None: it runs.
     """
@@ -79,6 +80,7 @@ class Load(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     since: float = 0.0
     compute: float = 1.0
     memory: float = 1.0
+    cgroup: str = ""
     server: int = 0
     until: float | None = None
 

@@ -18,17 +18,8 @@ from driver.kube.get_and_list import PAGE_SIZE
 from driver.model.device import Device, devices_of, number_gpus
 from driver.model.gpu import Gpu
 from driver.model.offer import DeviceKind
-from driver.model.plan import (
-    API_VERSION,
-    PATH,
-    GpuReport,
-    Held,
-    PlanMode,
-    PlanStatus,
-    Summary,
-    encode_inventory,
-    gpu_line,
-)
+from driver.model.plan import API_VERSION, PATH, Held, PlanMode, PlanStatus, Summary
+from driver.model.reported_gpus import GpuReport, encode_inventory, gpu_line
 from driver.slices.build import PublishedGpu, SliceBuilder, slice_object
 from driver.slices.publisher import SLICES
 from driver.slices.slice_names import Pool

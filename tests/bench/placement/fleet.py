@@ -23,7 +23,7 @@ from driver.kube.types import Claim, Key, Pod
 from driver.kube.watch_cache import Change, WatchCache
 from driver.model.device import Device, number_gpus
 from driver.model.gpu import Gpu
-from driver.model.gpu_settings import parse_layouts
+from driver.model.gpu_settings import UNSHARED, GpuSharing, parse_layouts
 from driver.model.offer import OfferKind
 from driver.model.plan import COUNTERS_FIELD, CURATED, PlanMode
 from driver.placement.occupancy import GpuState, overlap
@@ -33,7 +33,7 @@ from driver.slices.dropped_fields import KeptFields
 from driver.slices.publisher import PresentSlices, Publisher
 from driver.slices.slice_names import Pool
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
-from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuSharing, Inventory
+from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.plan.follower import PlanFollower
 from kubelet_plugin.plan.instructions import WatchedInstructions
 from kubelet_plugin.plan.plan_status import PlanReport, PlanStatusWriter

@@ -19,7 +19,8 @@ from controller.explain.sources.selected_gpus import Obstacle, without
 from driver.kube.slice_types import DetailedSlice
 from driver.kube.types import DeviceClaim, Node, Pod, Request, Result, Toleration
 from driver.model.gpu import MigMode
-from driver.model.plan import FaultKind, OfferMode
+from driver.model.plan import OfferMode
+from driver.model.reported_gpus import FaultKind
 from tessera.simulate.imagined_cluster import PublishedSlices
 from tests.support.fleets import possible
 from tests.support.gpus import H100

@@ -13,8 +13,10 @@ from controller.cluster.node_views import NodeChanges
 from controller.metrics import MAX_OLDEST_CLAIMS, ControllerMetrics
 from driver.kube.types import Claim, ClaimStatus, GpuNodePlan, PlanMetadata
 from driver.model.plan import FailedClaim, FailureCause, PlanStatus
+from driver.model.shared_memory import GIB
 from tests.support.gpus import H100
 from tests.support.queues import DRIVER, Situation, fleet_gpu, profile, request, selected_by
+from tests.support.shared_gpus import shared_gpu
 
 NOW = datetime(2026, 1, 1, 12, 0, 30, tzinfo=UTC)
 
@@ -41,6 +43,18 @@ def test_pending_claims_are_counted_by_class_and_reason_and_an_invented_class_ma
     assert registry.get_sample_value("tessera_gpus_by_use", {"product": H100, "use": "held"}) == 1
     metrics.leadership_lost()
     assert registry.get_sample_value("tessera_slices", {"product": H100, "state": "held"}) is None
+
+
+def test_the_memory_of_shared_gpus_is_counted_as_held_and_as_free_while_claims_can_get_it() -> None:
+    registry = CollectorRegistry()
+    gpus = [shared_gpu("n", 0, 6, 30), shared_gpu("n", 1), shared_gpu("n", 2, fault="XID 79"), fleet_gpu("n", 3, H100)]
+    queue = Situation(gpus).queue
+    measured(registry).decision_made(queue, queue.feasibility.fleet, (), {}, reported({}))
+    for state, gib in {"held": 36, "free": 44 + 80}.items():
+        labels = {"product": H100, "state": state}
+        assert registry.get_sample_value("tessera_shared_memory_bytes", labels) == gib * GIB
+    assert registry.get_sample_value("tessera_gpus_by_use", {"product": H100, "use": "partly-held"}) == 1
+    assert registry.get_sample_value("tessera_slices", {"product": H100, "state": "held"}) == pytest.approx(8 * 36 / 80)
 
 
 def ages(registry: CollectorRegistry) -> dict[tuple[str, str], float]:

@@ -13,7 +13,9 @@ from driver.simulator.products import find_product, product_names
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        pytest.param("foo=3", "'foo=3': unknown class 'foo'; there are full, share, clique, and the MIG", id="foo"),
+        pytest.param(
+            "foo=3", "'foo=3': unknown class 'foo'; there are full, share, shared, clique, and the MIG", id="foo"
+        ),
         pytest.param("Full=3", "the MIG profiles, such as 1g.10gb; did you mean full?", id="capitals"),
         pytest.param("1g.10gb=1,1g10gb=3", "'1g10gb=3': unknown class '1g10gb'", id="no point"),
         pytest.param("=3", "'=3': unknown class ''", id="no name"),

@@ -49,7 +49,8 @@ FENCE, ONE_SHARE = "tessera-fence", "one-share-of-a-gpu.gpu.tessera.dev"
 PARAMETERS, MISUSE = "valid-parameters.gpu.tessera.dev", "fitting-class.gpu.tessera.dev"
 ALL = "no-allocation-mode-all.gpu.tessera.dev"
 CLAIM_SIZE, RESOURCE_SIZE = "claim-size.gpu.tessera.dev", "extended-resource-size.gpu.tessera.dev"
-ADMISSION = [MISUSE, ALL, ONE_SHARE, PARAMETERS, CLAIM_SIZE, RESOURCE_SIZE]
+OF_SHARED_GPUS = ["stated-memory.gpu.tessera.dev", "largest-shared-claim.gpu.tessera.dev"]
+ADMISSION = [MISUSE, ALL, ONE_SHARE, PARAMETERS, CLAIM_SIZE, RESOURCE_SIZE, *OF_SHARED_GPUS]
 LABELS = "node-labels.gpu.tessera.dev"
 BOUNDARIES = [LABELS, *(f"own-{what}.gpu.tessera.dev" for what in ("claims", "events", "fence", "plan", "slices"))]
 """Part of the rights: what a node's token, and the right to patch Nodes, may not do."""
@@ -67,7 +68,8 @@ NODE_PLUGIN = Counter(["DaemonSet"])
 UNINSTALLING = Counter(["ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"])
 CONTROLLER = Counter(["Deployment", "PodDisruptionBudget"])
 PROCESSES = NODE_PLUGIN + CONTROLLER
-EVERYTHING = RIGHTS_ALONE + PROCESSES + Counter({CRD: 1, "DeviceClass": len(CLASSES), **dict.fromkeys(POLICIES, 7)})
+POLICIES_IN_ALL = dict.fromkeys(POLICIES, 1 + len(ADMISSION))
+EVERYTHING = RIGHTS_ALONE + PROCESSES + Counter({CRD: 1, "DeviceClass": len(CLASSES), **POLICIES_IN_ALL})
 
 NO_CLASSES = dict.fromkeys(CLASSES, False)
 OFF = {"enabled": False}
@@ -399,6 +401,7 @@ def test_only_the_named_classes_get_their_resource_name() -> None:
         ({"admission": {"parameters": False}}, [PARAMETERS]),
         ({"admission": {"misuse": False}}, [MISUSE]),
         ({"admission": {"maxDevices": 0, "maxPartitions": 0}}, [CLAIM_SIZE, RESOURCE_SIZE]),
+        ({"admission": {"sharedClasses": []}}, OF_SHARED_GPUS),
         ({"controller": OFF}, [ALL]),
         ({"controller": {"nodeLabels": "none"}}, [LABELS]),
     ],
@@ -456,7 +459,8 @@ def test_everything_is_in_the_namespace_of_the_release(namespace: str) -> None:
 
 class TestAnotherDriver:
     def test_leaves_the_name_only_to_the_api_group_and_what_is_named_after_it(self) -> None:
-        labels = re.compile(rf"{GROUP}/(product|count|driver-version|nvlink-generation|fabric-clique)")
+        names = "product|count|driver-version|nvlink-generation|fabric-clique|largest-shared-claim"
+        labels = re.compile(rf"{GROUP}/({names})")
         kept = {GROUP, f"{GROUP}/v1alpha1", f"{GROUP}/node", *ADMISSION, *BOUNDARIES}
         objects = [each for each in rendered({"driverName": OTHER}) if each["kind"] != CRD]
         texts = (labels.sub("a label", text).replace(f"{GROUP}/v1alpha1", "the API group") for text in strings(objects))
@@ -474,7 +478,7 @@ class TestAnotherDriver:
         lint = ["lint", "--driver-name", OTHER, str(file)]
         assert CliRunner().invoke(main, lint).output == f"{len(CLASSES)} objects checked, nothing found\n"
         file.write_text(file.read_text().replace("].type ==", "].typ =="))
-        assert CliRunner().invoke(main, lint).output.endswith("5 findings\n")
+        assert CliRunner().invoke(main, lint).output.endswith("6 findings\n")
 
     def test_has_classes_that_a_full_gpu_of_nvidias_own_driver_does_not_stop(self) -> None:
         """It has no attribute profile; an error in a selector would end the scheduling of every pod with that class."""

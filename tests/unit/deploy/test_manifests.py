@@ -17,6 +17,7 @@ from deviceclasses.cel.engine import Program, compile_selector, from_slice_devic
 from driver.config.opaque_parameters import GpuConfig, MigDeviceConfig, ShareConfig, parse_parameters
 from driver.hardware.gpu_properties import known_memory
 from driver.model.device import Monitor, devices_of
+from driver.model.shared_memory import SharedMemory, SharingStrategy
 from driver.simulator.products import Product, find_product, product_names
 from driver.slices.build import PublishedGpu, SliceBuilder
 from driver.slices.slice_names import Pool
@@ -30,7 +31,8 @@ EXAMPLES = sorted((PROJECT / "deploy" / "examples").glob("*.yaml"))
 DOCS = (PROJECT / "docs" / "workloads.md").read_text()
 
 GUARD = 'device.driver == "gpu.tessera.dev" && device.attributes["gpu.tessera.dev"]'
-PARTITIONS, MONITORS, NVLINK = "gpu-inference", "gpu-monitor", "gpu-training-nvlink"
+PARTITIONS, MONITORS, NVLINK, SHARED = "gpu-inference", "gpu-monitor", "gpu-training-nvlink", "gpu-shared"
+WITHOUT_PARAMETERS = {MONITORS, SHARED}
 ONE_SHARE = "one-share-of-a-gpu.gpu.tessera.dev"
 OF_ANOTHER_DRIVER = {"rdma-nic"}
 PLAIN_PROFILE = re.compile(r"\dg\.\d+gb")
@@ -42,6 +44,7 @@ KINDS = {
     NVLINK: ("gpu", GpuConfig),
     "gpu-inference": ("mig", MigDeviceConfig),
     "gpu-dev": ("share", ShareConfig),
+    SHARED: ("shared", None),
     "gpu-monitor": ("monitor", None),
 }
 
@@ -96,7 +99,7 @@ def test_a_class_is_an_object_of_the_current_api(name: str) -> None:
     content = load(name)
     assert (content["apiVersion"], content["kind"]) == ("resource.k8s.io/v1", "DeviceClass")
     assert content["metadata"] == {"name": name}
-    assert content["spec"].keys() == {"selectors", "config"} - ({"config"} if name == MONITORS else set())
+    assert content["spec"].keys() == {"selectors", "config"} - ({"config"} if name in WITHOUT_PARAMETERS else set())
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -107,7 +110,7 @@ def test_a_class_selects_what_its_name_says_by_one_guarded_expression(name: str)
     assert selector == {"cel": {"expression": f"{GUARD}.{wanted}{more}"}}
 
 
-@pytest.mark.parametrize("name", [name for name in CLASSES if name != MONITORS])
+@pytest.mark.parametrize("name", [name for name in CLASSES if name not in WITHOUT_PARAMETERS])
 def test_a_class_carries_parameters_of_its_kind_of_device(name: str) -> None:
     [parameters] = parameters_in(load(name))
     _, kind = KINDS[name if name in KINDS else PARTITIONS]
@@ -190,7 +193,8 @@ def test_a_class_gives_only_gpus_that_meet_its_requirements(
 @pytest.mark.parametrize("product", product_names())
 def test_every_device_of_a_simulated_product_has_the_class_of_its_kind_and_of_its_profile(product: str) -> None:
     gpu, builder = gpu_of(product), SliceBuilder(Pool("n", DRIVER))
-    built = builder.build([PublishedGpu(gpu, 0, (), devices_of(gpu, 0, shares=2))])
+    by_memory = SharedMemory(SharingStrategy.TIME_SLICING, gpu.memory_bytes)
+    built = builder.build([PublishedGpu(gpu, 0, (), devices_of(gpu, 0, shares=2, shared=by_memory))])
     monitors = builder.monitors([Monitor.of(gpu, 0)])
     for device in devices_in({"spec": content} for content in (*built.values(), *monitors.values())):
         texts = {name: value.get("string") for name, value in device["attributes"].items()}
@@ -210,7 +214,7 @@ def test_the_resource_name_for_unchanged_pods_is_there_and_off() -> None:
     for name, text in CLASSES.items():
         text = text.replace("# extendedResourceName", "extendedResourceName")
         switched_on[name] = yaml.safe_load(text)["spec"].get("extendedResourceName")
-    assert switched_on == {**names, PARTITIONS: None, MONITORS: None, NVLINK: None}
+    assert switched_on == {**names, PARTITIONS: None, MONITORS: None, NVLINK: None, SHARED: None}
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=name_of)

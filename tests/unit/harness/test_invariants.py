@@ -11,9 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from driver.model.gpu_settings import TimeSlice
+from driver.model.gpu_settings import GpuSharing, TimeSlice
 from kubelet_plugin.checkpoint.records import ClaimRecord
-from kubelet_plugin.inventory.inventory import GpuSharing
 from tests.support.invariants import Facts, leftovers, read_facts, violations
 from tests.support.node import start_node
 

@@ -135,6 +135,8 @@ def test_a_gpu_for_mig_that_is_not_there_is_told_with_those_that_are() -> None:
 def test_only_shares_on_a_gpu_without_a_number_of_shares_is_told() -> None:
     assert warnings("all=4", "all") == []
     assert warnings("NVIDIA L4=4", "2") == []
-    assert warnings("NVIDIA L4=4", "1,2") == [
-        f"--shares-only: GPU 1 ({H100}, GPU-1) has no number of shares: set --shares 1=R, R from 2 to 32"
-    ]
+    (warning,) = warnings("NVIDIA L4=4", "1,2")
+    assert warning == (
+        f"--shares-only: GPU 1 ({H100}, GPU-1) has no number of shares: set --shares 1=R, R from 2 to 32, "
+        "or --shared 1=time-slicing"
+    )

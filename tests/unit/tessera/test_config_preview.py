@@ -10,7 +10,8 @@ import pytest
 from driver.config.node_configs import NO_CONFIG, NodeConfig
 from driver.errors import UsageError
 from driver.kube.types import GpuNodePlan, PlanMetadata
-from driver.model.plan import ConfigStatus, GpuReport, PlanSpec, PlanStatus, encode_inventory
+from driver.model.plan import ConfigStatus, PlanSpec, PlanStatus
+from driver.model.reported_gpus import GpuReport, encode_inventory
 from tessera.config_preview import as_table, preview, read_file
 from tests.support.gpus import gpu_of
 

@@ -9,12 +9,14 @@ from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_dedication import Dedication
 from controller.cluster.node_views import NodeView
 from driver.model.offer import DeviceKind
-from driver.model.plan import GpuReport, Held, PlanStatus, encode_inventory
+from driver.model.plan import Held, PlanStatus
+from driver.model.reported_gpus import GpuReport, encode_inventory
 from tests.support.fleets import possible
 from tests.support.gpus import H100, gpu_of
 from tests.support.node_views import changes, fleet_of
 
 L40S = "NVIDIA L40S"
+UNSHARED = set(DeviceKind) - {DeviceKind.SHARED}
 
 
 def view(*held: str, published: dict[str, int] | None = None, shares: int = 0, **more: object) -> NodeView:
@@ -68,7 +70,7 @@ def test_a_gpu_whose_node_was_registered_again_is_the_new_nodes() -> None:
         ("training", {DeviceKind.FULL}),
         ("inference", {DeviceKind.PARTITION}),
         ("dev", {DeviceKind.SHARE}),
-        (None, set(DeviceKind)),
+        (None, UNSHARED),
     ],
 )
 def test_a_dedicated_node_is_offered_for_its_use_alone(use: str | None, expected: set[DeviceKind]) -> None:
@@ -146,4 +148,4 @@ def test_the_gpus_of_a_node_that_is_gone_are_gone() -> None:
 def test_an_allocated_share_with_an_impossible_number_is_ignored() -> None:
     [first, _] = gpus(view("gpu-0-share-99999999999999", shares=4))
     assert first.held == ()
-    assert kinds(first) == set(DeviceKind)
+    assert kinds(first) == UNSHARED

@@ -25,6 +25,7 @@ from tests.support.gpus import H100
 from tests.support.queues import DRIVER, fleet_gpu
 from tests.support.recording import recording
 from tests.support.running import eventually
+from tests.support.shared_gpus import shared_gpu, shared_result
 from tests.unit.controller.test_controller import led
 
 SMALL = "gpu-0-mig-1g10gb-0"
@@ -148,6 +149,39 @@ def test_of_two_claims_with_one_device_the_prepared_one_is_the_holder_even_if_it
     site.decide(CONFLICT_SECONDS)
     assert f"claim team/second was allocated {SMALL} of node {NODE}, which claim team/first holds" in site.event("pod")
     assert site.api.evicted == ["pod"]
+
+
+@pytest.mark.parametrize(
+    ("prepared", "evicted"),
+    [
+        pytest.param("1", "pod-of-3", id="of two that wait the newest"),
+        pytest.param("13", "pod-of-2", id="the one that waits, though it is older"),
+        pytest.param("", None, id="none is prepared: the node will refuse one"),
+    ],
+)
+def test_of_claims_with_more_memory_than_their_gpu_has_one_that_is_not_prepared_is_evicted(
+    site: Site, prepared: str, evicted: str | None
+) -> None:
+    for name, part in {"1": "40Gi", "2": "30Gi", "3": "20Gi"}.items():
+        status = {"devices": ready("gpu-0-shared")} if name in prepared else {}
+        allocation = {"devices": {"results": [shared_result(NODE, 0, part, name)]}}
+        site.claim(name, "gpu-0-shared", f"pod-of-{name}", allocation=allocation, **status)
+        site.pod(f"pod-of-{name}", name)
+    site.fleet = Fleet.of([shared_gpu(NODE, 0, 40, 30, 20)])
+    site.decide()
+    site.decide(CONFLICT_SECONDS)
+    assert site.api.evicted == ([evicted] if evicted else [])
+    if evicted:
+        claim = f"claim team/{evicted[-1]} was allocated gpu-0-shared of node {NODE}"
+        assert f"{claim}, of whose 80 GiB claims have 90: this pod can not start" in site.event(evicted)
+
+
+def test_claims_that_share_a_gpu_within_its_memory_are_in_nobodys_way(site: Site) -> None:
+    for name in "12":
+        site.claim(name, "gpu-0-shared", devices=ready("gpu-0-shared") if name == "1" else [])
+    site.fleet = Fleet.of([shared_gpu(NODE, 0, 40, 40)])
+    site.decide()
+    assert site.resolver.next_s is None
 
 
 def test_what_is_allocated_with_admin_access_is_in_nobodys_way(site: Site) -> None:

@@ -11,7 +11,7 @@ from controller.eviction.failed_starts import FailedStart
 from controller.report.claim_explainer import Explainer, Explanation
 from controller.report.cluster_view import ClusterReads
 from driver.kube.types import Key, Pod
-from driver.model.plan import FaultKind
+from driver.model.reported_gpus import FaultKind
 from tests.support.map_cluster import MapCluster
 from tests.support.queues import ATTRIBUTES, FULL, profile, request
 

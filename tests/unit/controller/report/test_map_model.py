@@ -16,6 +16,7 @@ from controller.report.slice_states import SliceState, capacity_of
 from tests.support.gpus import H100
 from tests.support.map_cluster import MapCluster, example
 from tests.support.queues import profile, request
+from tests.support.shared_gpus import shared_memory
 
 L4 = "NVIDIA L4"
 A100 = "NVIDIA A100-SXM4-80GB"
@@ -283,6 +284,28 @@ def test_json_has_camel_case_and_plain_values() -> None:
             "kinds": ["full"],
             "holder": {"namespace": "team-a", "claim": "train", "deviceClass": "gpu-training", "problem": None},
             "foreign": False,
+            "memoryGib": None,
         }
     ]
     assert first["gpus"][2]["largestPartition"] == {"memorySlices": 8, "computeSlices": 7, "profile": "7g.80gb"}
+
+
+def test_each_claim_of_a_shared_gpu_has_a_span_with_its_memory_and_what_is_left_has_one() -> None:
+    cluster = MapCluster().gpu("n", 0, shared=shared_memory(80))
+    cluster.holds("a/one", "n", "gpu-0-shared", gib=6).holds("b/two", "n", "gpu-0-shared", gib=30)
+    [gpu] = cluster.offers("n", "gpu-0-shared").map()[0].gpus
+    spans = [(str(span.holder or span.state), span.memory_gib, span.devices, span.kinds) for span in gpu.spans]
+    device = (("gpu-0-shared",), ("shared",))
+    assert spans == [("a/one", 6, *device), ("b/two", 30, *device), ("offered", 44, *device)]
+    assert (gpu.shared_memory_gib, gpu.is_divided, gpu.is_whole) == (80, True, False)
+    assert gpu.slices == {SliceState.HELD: 8 * 36 / 80, SliceState.OFFERED: 8 * 44 / 80}
+    assert sum(span.slices for span in gpu.spans) == pytest.approx(8)
+
+
+def test_a_shared_gpu_that_is_full_or_faulty_has_nothing_to_offer() -> None:
+    cluster = MapCluster().gpu("n", 0, shared=shared_memory(80)).gpu("n", 1, shared=shared_memory(80), fault="XID 79")
+    for number, part in enumerate([80, 20]):
+        cluster.holds(f"a/{number}", "n", f"gpu-{number}-shared", gib=part)
+    full, faulty = cluster.map()[0].gpus
+    assert [(str(span.state), span.memory_gib) for span in full.spans] == [("held", 80)]
+    assert [(str(span.state), span.memory_gib) for span in faulty.spans] == [("held", 20), ("unavailable", 60)]

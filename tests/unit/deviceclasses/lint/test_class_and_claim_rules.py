@@ -100,7 +100,7 @@ def test_parameters_that_are_no_object_are_found(parameters: object) -> None:
         ("gpu-training", "GpuConfig", True),
         ("gpu-training", "ShareConfig", False),
         ("gpu-inference", "GpuConfig", False),
-        ("gpu-shared", "ShareConfig", True),
+        ("team-shares", "ShareConfig", True),
     ],
 )
 def test_parameters_must_fit_the_class_of_their_request(class_name: str, kind: str, fits: bool) -> None:
@@ -111,7 +111,7 @@ def test_parameters_must_fit_the_class_of_their_request(class_name: str, kind: s
 
 def test_nvidias_gpu_config_fits_full_gpus_and_shares() -> None:
     theirs = opaque("GpuConfig", apiVersion="resource.nvidia.com/v1beta1")
-    for class_name, wrong in (("gpu-training", 0), ("gpu-shared", 0), ("gpu-inference", 1)):
+    for class_name, wrong in (("gpu-training", 0), ("team-shares", 0), ("gpu-inference", 1)):
         entry = {**theirs, "requests": ["gpu"]}
         assert len(found(claim(request(device_class=class_name), config=[entry]))) == wrong
 
@@ -152,34 +152,36 @@ OTHER = "spec.devices.requests[1].exactly.deviceClassName"
 @pytest.mark.parametrize(
     ("requests", "constraints", "paths"),
     [
-        pytest.param([request(device_class="gpu-shared")], [], [], id="one share"),
-        pytest.param([request(device_class="gpu-shared", count=2)], [], [COUNT], id="two shares"),
-        pytest.param([request(device_class="gpu-shared", count=2)], [APART], [], id="of different GPUs"),
+        pytest.param([request(device_class="team-shares")], [], [], id="one share"),
+        pytest.param([request(device_class="team-shares", count=2)], [], [COUNT], id="two shares"),
+        pytest.param([request(device_class="team-shares", count=2)], [APART], [], id="of different GPUs"),
         pytest.param(
-            [request(device_class="gpu-shared", count=2)],
+            [request(device_class="team-shares", count=2)],
             [{"matchAttribute": "gpu.tessera.dev/parentUUID"}],
             [COUNT],
             id="of the same GPU on purpose",
         ),
         pytest.param(
-            [request(device_class="gpu-shared", count=2), request("b", "gpu-inference")],
+            [request(device_class="team-shares", count=2), request("b", "gpu-inference")],
             [{**APART, "requests": ["b"]}],
             [COUNT],
             id="a constraint on another request",
         ),
         pytest.param(
-            [request("a", "gpu-shared"), request("b", "gpu-shared")], [], [OTHER], id="two requests for a share"
+            [request("a", "team-shares"), request("b", "team-shares")], [], [OTHER], id="two requests for a share"
         ),
-        pytest.param([request("a", "gpu-shared"), request("b", "gpu-shared")], [APART], [], id="kept apart"),
-        pytest.param([request("a", "gpu-shared"), request("b", "gpu-inference")], [], [], id="a share and a partition"),
+        pytest.param([request("a", "team-shares"), request("b", "team-shares")], [APART], [], id="kept apart"),
+        pytest.param(
+            [request("a", "team-shares"), request("b", "gpu-inference")], [], [], id="a share and a partition"
+        ),
         pytest.param([request(count=8)], [], [], id="eight full GPUs"),
         pytest.param(
             [
                 {
                     "name": "gpu",
                     "firstAvailable": [
-                        {"name": "a", "deviceClassName": "gpu-shared"},
-                        {"name": "b", "deviceClassName": "gpu-shared"},
+                        {"name": "a", "deviceClassName": "team-shares"},
+                        {"name": "b", "deviceClassName": "team-shares"},
                     ],
                 }
             ],
@@ -254,7 +256,7 @@ def test_selectors_that_let_shares_pass_are_known_by_what_they_do(selectors: lis
         (
             f'{OURS} && device.capacity["gpu.tessera.dev"].memory.compareTo(quantity("40Gi")) >= 0',
             "device.driver ==",
-            r'fails on a share, .*: no such key: memory; .* and \(.type == "gpu" \|\| .type == "mig"\) first',
+            r'fails on a share, .* and \(.type == "gpu" \|\| .type == "mig" \|\| .*"shared"\) first',
         ),
     ],
 )
@@ -501,7 +503,7 @@ MODE = {"deviceClassName": "gpu-training", "allocationMode": "All"}
     ("asked", "field"),
     [
         pytest.param(request(allocationMode="All"), "exactly", id="a request"),
-        pytest.param(request(device_class="gpu-shared", allocationMode="All"), "exactly", id="shares"),
+        pytest.param(request(device_class="team-shares", allocationMode="All"), "exactly", id="shares"),
         pytest.param(request(device_class="any", allocationMode="All"), "exactly", id="a class that gives ours too"),
         pytest.param({"name": "gpu", "firstAvailable": [{"name": "a", **MODE}]}, "firstAvailable[0]", id="alternative"),
     ],
@@ -524,7 +526,7 @@ def test_requests_for_which_all_is_right_are_let_through(asked: dict[str, Any]) 
     assert found(device_class("nic", 'device.driver == "dra.net"'), claim(asked)) == []
 
 
-@pytest.mark.parametrize("name", ["gpu-training", "gpu-inference-1g-10gb", "gpu-shared"])
+@pytest.mark.parametrize("name", ["gpu-training", "gpu-inference-1g-10gb", "team-shares"])
 def test_admin_access_to_other_devices_than_those_for_monitors_is_a_warning_that_says_what_happens(name: str) -> None:
     [finding] = findings(claim(request(device_class=name, adminAccess=True, allocationMode="All")))
     assert (finding.path, finding.value) == ("spec.devices.requests[0].exactly.deviceClassName", f'"{name}"')

@@ -258,3 +258,57 @@ def test_capacities_that_nothing_of_the_class_has_are_found(
 @pytest.mark.parametrize("amount", ["9Gi", "39Gi", "1", 9_000_000_000])
 def test_capacities_that_some_device_of_the_class_has_are_let_be(amount: object) -> None:
     assert findings(claim(request(device_class="gpu-inference", capacity={"requests": {"memory": amount}}))) == []
+
+
+def shared(name: str = "gpu", device_class: str = "gpu-shared", amount: str = "6Gi", **more: Any) -> dict[str, Any]:
+    return request(name, device_class, capacity={"requests": {"memory": amount}}, **more)
+
+
+OWN_SHARED = device_class("own", f'{OURS} && {TYPE} == "shared"')
+
+
+@pytest.mark.parametrize(
+    ("requests", "severity", "path", "message"),
+    [
+        ([request(device_class="gpu-shared")], "error", ".capacity", "add capacity: {requests: {memory: 6Gi}}"),
+        ([request(device_class="own")], "error", ".capacity", "gets all memory of a GPU"),
+        ([alternatives("b", "gpu-dev", "own")], "error", ".firstAvailable[1].capacity", "gets all memory of a GPU"),
+        (
+            [request(device_class="gpu-shared", capacity={"requests": {f"{DRIVER}/memory": "6Gi"}})],
+            "error",
+            f".capacity.requests.{DRIVER}/memory",
+            "names are compared as written; write memory",
+        ),
+        (
+            [request(device_class="own", capacity={"requests": {"memory": "6Gi", "multiprocessors": "2"}})],
+            "error",
+            ".capacity.requests.multiprocessors",
+            "whose only capacity is memory",
+        ),
+        ([shared(amount="900Gi")], "warning", ".capacity.requests.memory", "no device of a known GPU"),
+        ([shared(count=2)], "warning", ".count", "asks for parts of 2 GPUs"),
+        ([shared("a"), shared("b", "own")], "warning", ".deviceClassName", "together with request a"),
+    ],
+)
+def test_a_request_for_a_part_of_a_gpu_that_gets_something_else_is_found(
+    requests: list[dict[str, Any]], severity: str, path: str, message: str
+) -> None:
+    [finding] = findings(claim(*requests), OWN_SHARED)
+    assert finding.severity == severity
+    assert finding.path.startswith("spec.devices.requests[")
+    assert finding.path.endswith(path)
+    assert message in finding.message
+
+
+@pytest.mark.parametrize("requests", [[shared()], [shared(amount="1")], [shared("a"), request("b", "gpu-training")]])
+def test_a_request_for_a_part_of_a_gpu_that_says_how_much_is_fine(requests: list[dict[str, Any]]) -> None:
+    assert findings(claim(*requests)) == []
+
+
+@pytest.mark.parametrize(("device_type", "number"), [("shared", 1), ("gpu", 0), ("share", 0)])
+def test_a_resource_name_for_pods_without_a_claim_is_found_on_a_class_of_shared_gpus(
+    device_type: str, number: int
+) -> None:
+    named = device_class("own", f'{OURS} && {TYPE} == "{device_type}"')
+    named["spec"]["extendedResourceName"] = "example.com/gpu-memory"
+    assert [path for path, _, _ in found(named)] == ["spec.extendedResourceName"] * number

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from driver.errors import StateError
-from driver.model.plan import FaultKind, GpuReport, decode_inventory, encode_inventory
+from driver.model.reported_gpus import FaultKind, GpuReport, decode_inventory, encode_inventory
 from tests.support.gpus import gpu_of
 
 

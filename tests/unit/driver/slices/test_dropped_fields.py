@@ -45,7 +45,9 @@ def api() -> Iterator[SliceApi]:
         yield api
 
 
-@pytest.mark.parametrize("dropped", [(), ("consumesCounters",), ("taints",), ("consumesCounters", "taints")])
+@pytest.mark.parametrize(
+    "dropped", [(), ("consumesCounters",), ("taints",), ("allowMultipleAllocations",), ("consumesCounters", "taints")]
+)
 def test_fields_that_a_dry_run_does_not_bring_back_are_not_kept(api: SliceApi, dropped: tuple[str, ...]) -> None:
     api.stored_as = without(*dropped)
     fields = KeptFields()
@@ -59,7 +61,7 @@ def test_fields_that_the_api_server_refuses_are_not_kept(api: SliceApi, status: 
     api.once("POST", refuses(status))
     fields = KeptFields()
     fields.check(api.server.client(), POOL)
-    assert fields.dropped == ("consumesCounters", "taints")
+    assert fields.dropped == ("consumesCounters", "taints", "allowMultipleAllocations")
 
 
 @pytest.mark.parametrize("answer", [refuses(403), refuses(503), Exchange.cut])

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
+from driver.model.gpu_settings import GpuSharing
 from driver.model.plan import PlanMode, PlanSpec, PlanStatus, Summary
 from kubelet_plugin.health.recorded_faults import FaultSource, HardwareFault, HealthFile, HealthRecord
-from kubelet_plugin.inventory.inventory import GpuSharing
 from kubelet_plugin.plan.plan_file import PlanFile, PlanMemory
 from tests.support.chart import rendered
 from tests.support.claims import opaque

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,9 +16,11 @@ import pytest
 from driver.errors import HardwareError, StateError, UsageError
 from driver.model.gpu import MigMode
 from driver.simulator.description import parse_description
+from driver.simulator.tree import CGROUPS
 from kubelet_plugin.acceptance.protocol import StepState
 from kubelet_plugin.step_names import NodeStep
 from tests.support.acceptance import AcceptanceNode
+from tests.support.memory_limits import description_with_limits
 from tests.support.running import eventually, in_thread
 
 PASSED, FAILED, SKIPPED = StepState.PASSED, StepState.FAILED, StepState.SKIPPED
@@ -32,6 +35,7 @@ def h100(tmp_path: Path) -> AcceptanceNode:
 
 def test_an_idle_gpu_passes_every_step_and_is_as_it_was_afterwards(h100: AcceptanceNode) -> None:
     steps = h100.steps("gpu-2")
+    assert steps.pop("memory-limit").state is SKIPPED, "driver 580 has no limits"
     assert {step.state for step in steps.values()} == {PASSED}, steps
     assert {step.gpu for step in steps.values()} == {"gpu-2"}
     assert steps.keys() == READING | {"idle", "mig-mode", "time-slice", "every-partition"}
@@ -39,6 +43,30 @@ def test_an_idle_gpu_passes_every_step_and_is_as_it_was_afterwards(h100: Accepta
     assert h100.node.nothing_left()
     assert not h100.node.host.mig_enabled(h100.node.node.inventory.gpus[2])
     assert h100.cordoned() == set()
+
+
+@pytest.mark.parametrize(
+    ("control", "detail"),
+    [("dmem", r"enforced by the kernel \(dmem\)"), ("misc", r"by the driver \(misc\)"), ("v1", "is not cgroup v2")],
+)
+def test_a_limit_on_memory_is_set_and_removed_where_the_driver_has_them(
+    tmp_path: Path, control: str, detail: str
+) -> None:
+    node = AcceptanceNode(tmp_path, description_with_limits(cgroups=control))
+    step = node.steps("gpu-0")["memory-limit"]
+    assert step.state is (SKIPPED if control == "v1" else PASSED), step
+    assert re.search(detail, step.detail)
+    assert not list((node.node.simulated.root / CGROUPS).glob("tessera*"))
+    assert not node.node.simulated.gpu_state(0).limits
+
+
+def test_a_limit_that_nvml_refuses_fails_its_step_and_leaves_no_cgroup(tmp_path: Path) -> None:
+    node = AcceptanceNode(tmp_path, description_with_limits())
+    node.node.simulated.faults.fail("nvmlDeviceSetMemoryLimits_v1", code=pynvml.NVML_ERROR_UNKNOWN)
+    step = node.steps("gpu-0")["memory-limit"]
+    assert step.state is FAILED
+    assert "UNKNOWN" in step.detail
+    assert not list((node.node.simulated.root / CGROUPS).glob("tessera*"))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +81,7 @@ def test_an_idle_gpu_passes_every_step_and_is_as_it_was_afterwards(h100: Accepta
 def test_what_a_product_cannot_do_is_skipped_with_the_reason(tmp_path: Path, gpus: str, skipped: set[str]) -> None:
     node = AcceptanceNode(tmp_path, gpus)
     steps = node.steps()
-    assert {name for name, step in steps.items() if step.state is SKIPPED} == skipped
+    assert {name for name, step in steps.items() if step.state is SKIPPED} == skipped | {"memory-limit"}
     assert all(step.detail for step in steps.values())
     assert {step.state for step in steps.values()} <= {PASSED, SKIPPED}
     assert node.node.nothing_left()

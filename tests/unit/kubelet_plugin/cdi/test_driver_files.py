@@ -244,6 +244,19 @@ def test_a_hook_that_could_not_run_is_left_out(host: Host) -> None:
         DriverFileWatch(host.paths, Path("/"), "/opt/hook")
 
 
+@pytest.mark.parametrize("program", ["nvidia-cdi-hook", "nvidia-cdi-hook.real"])
+@pytest.mark.parametrize("driver_root", ["/", "/run/nvidia/driver"])
+def test_a_hook_that_limits_memory_is_known_with_its_driver_also_without_ldconfig(
+    host: Host, program: str, driver_root: str
+) -> None:
+    host.file(f"{driver_root}/usr/lib64/libcuda.so.615", "usr/bin/nvidia-cdi-hook")
+    assert host.found(driver_root).memory_hook == (), "the hook is older"
+    host.file(f"usr/bin/{program}", content=b"... apply-cuda-memory-limits ...")
+    command = ("/usr/bin/nvidia-cdi-hook", "apply-cuda-memory-limits", "--driver-root", driver_root)
+    assert host.found(driver_root).memory_hook == command
+    assert host.found(driver_root, cdi_hook=NONE).memory_hook == ()
+
+
 @pytest.mark.parametrize(
     "change",
     [

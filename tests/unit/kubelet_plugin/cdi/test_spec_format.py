@@ -112,6 +112,48 @@ def test_libraries_are_read_only_and_the_hook_runs_its_commands_in_their_order()
     ]
 
 
+MEMORY_HOOK = ("/usr/bin/nvidia-cdi-hook", "apply-cuda-memory-limits", "--driver-root", "/")
+
+
+def memory_limits_in(devices: list[CdiDevice], hook: tuple[str, ...] = MEMORY_HOOK) -> list[tuple[str, ...]]:
+    """The GPU, request and limit of each call of the hook in a spec."""
+    spec = spec_of(devices, files=DriverFiles(FILES.mounts, (), None, hook))
+    check(spec)
+    calls: list[tuple[str, ...]] = []
+    for edits in (device["containerEdits"] for device in spec["devices"]):
+        env = dict(variable.split("=") for variable in edits["env"])
+        for call in edits.get("hooks", []):
+            assert (call["hookName"], call["path"]) == ("createRuntime", MEMORY_HOOK[0])
+            assert call["args"][:-1] == ["nvidia-cdi-hook", *MEMORY_HOOK[1:], "--gpu-id"]
+            gpu, request = call["args"][-1], env["NVIDIA_GPU_MEMORY_REQUEST"]
+            calls.append((gpu, request, env["NVIDIA_GPU_MEMORY_LIMIT"]))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("devices", "calls"),
+    [
+        pytest.param([("GPU-1", 6 << 30)], [("GPU-1", "0", "6144")], id="one share"),
+        pytest.param([("GPU-1", (1 << 20) + 1)], [("GPU-1", "0", "2")], id="part of a MiB"),
+        pytest.param([("GPU-1", 1 << 30), ("GPU-2", None)], [("GPU-1", "0", "1024")], id="and a full GPU"),
+        pytest.param(
+            [("GPU-1", 1 << 30), ("GPU-2", 1 << 30)],
+            [("GPU-1", "0", "1024"), ("GPU-2", "0", "1024")],
+            id="equal shares",
+        ),
+        pytest.param([("GPU-1", 1 << 30), ("GPU-2", 2 << 30)], [], id="different shares, of which the hook reads one"),
+        pytest.param([("GPU-1", 1 << 30), ("GPU-1", 1 << 30)], [], id="two shares of one GPU"),
+        pytest.param([("GPU-1", None)], [], id="no limit"),
+    ],
+)
+def test_the_hook_limits_a_container_to_what_its_share_has(
+    devices: list[tuple[str, int | None]], calls: list[tuple[str, ...]]
+) -> None:
+    named = [CdiDevice(f"d{n}", uuid, NODES, memory_limit=memory) for n, (uuid, memory) in enumerate(devices)]
+    assert memory_limits_in(named) == calls
+    assert memory_limits_in(named, hook=()) == [], "the hook is older or missing"
+
+
 def test_variables_of_different_devices_differ() -> None:
     names = ["gpu-0", "gpu-10", "gpu-1-mig-1g10gb-0", "gpu-1-mig-1g10gbme-0", "gpu-11-mig-1g10gb-0"]
     assert len({variable(name) for name in names}) == len(names)

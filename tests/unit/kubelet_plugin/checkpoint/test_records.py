@@ -83,7 +83,7 @@ DAMAGED = {
     "truncated": json.dumps(good()).encode()[:-20],
     "garbage": b"\x00\xff\xfe garbage",
     "another shape": b"[]",
-    "a newer version": json.dumps(good() | {"version": 2}).encode(),
+    "a newer version": json.dumps(good() | {"version": 3}).encode(),
     "another claim's": json.dumps(good() | {"uid": "u2"}).encode(),
     "an unknown phase": json.dumps(good() | {"phase": "pondering"}).encode(),
     "no devices": json.dumps({key: value for key, value in good().items() if key != "devices"}).encode(),

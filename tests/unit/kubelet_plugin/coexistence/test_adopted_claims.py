@@ -18,7 +18,7 @@ from driver.errors import ClaimError
 from driver.hardware.host_paths import boot_id
 from driver.hardware.usage import UsageReader
 from driver.model.gpu import Gpu, Partition
-from driver.model.plan import FaultKind
+from driver.model.reported_gpus import FaultKind
 from driver.step_observer import Moment, unobserved
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.inventory.inventory import ClaimReference

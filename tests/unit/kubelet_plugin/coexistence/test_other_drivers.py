@@ -15,7 +15,7 @@ import pytest
 
 from driver.config.flag_values import NVIDIA_DRIVER
 from driver.errors import ClaimError
-from driver.model.plan import GpuReport
+from driver.model.reported_gpus import GpuReport
 from kubelet_plugin.changes import ChangeNotifier
 from kubelet_plugin.coexistence import other_drivers as neighbour_watch
 from kubelet_plugin.coexistence.other_drivers import (

@@ -13,7 +13,8 @@ import pytest
 from driver.clock import written_time
 from driver.hardware.host import TimeoutRunner
 from driver.model.gpu_events_and_conditions import ConditionType, EventKind, GpuEvent
-from driver.model.plan import ClearedFaults, FaultKind, PlanSpec
+from driver.model.plan import ClearedFaults, PlanSpec
+from driver.model.reported_gpus import FaultKind
 from driver.model.xid import XIDS, Meaning, is_fatal
 from driver.simulator import nvml_base
 from driver.simulator.description import NodeDescription, load_description

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from driver.errors import ClaimError, HardwareError
-from driver.model.gpu_settings import GpuSelection, TimeSlice
-from kubelet_plugin.inventory.inventory import ClaimReference, GpuSharing, Inventory
+from driver.model.gpu_settings import GpuSelection, GpuSharing, TimeSlice
+from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.inventory.published_devices import PublishPolicy
 from tests.support.claims import opaque, result
 from tests.support.node import NodeUnderTest, start_node

@@ -10,6 +10,7 @@ import pytest
 
 from driver.kube.types import GpuNodePlan, PlanMetadata
 from driver.model.gpu_events_and_conditions import DeviceCondition
+from driver.model.gpu_settings import GpuSharing
 from driver.model.plan import (
     COUNTERS_FIELD,
     MODE_SPREAD_SECONDS,
@@ -18,12 +19,11 @@ from driver.model.plan import (
     PlanSpec,
     PublishHeld,
     Summary,
-    decode_inventory,
 )
+from driver.model.reported_gpus import decode_inventory
 from driver.slices.build import CLOSED, Content, PublishedGpu
 from driver.slices.slice_names import DEVICES_PER_GPU, Pool
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
-from kubelet_plugin.inventory.inventory import GpuSharing
 from kubelet_plugin.plan.follower import PlanFollower
 from kubelet_plugin.plan.mode import FIRST_PLAN_TIMEOUT_SECONDS, ModeTiming
 from kubelet_plugin.plan.plan_file import PlanFile

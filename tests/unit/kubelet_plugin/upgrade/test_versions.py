@@ -13,11 +13,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from driver.model.gpu_settings import GpuSharing
 from driver.model.plan import PlanSpec, PlanStatus
-from kubelet_plugin.checkpoint.records import check_readable, decode_record
+from kubelet_plugin.checkpoint.records import decode_record
 from kubelet_plugin.health.recorded_faults import HEALTH_FILE
-from kubelet_plugin.inventory.inventory import GpuSharing
 from kubelet_plugin.plan.plan_file import PLAN_FILE
+from kubelet_plugin.upgrade.rolling_update import check_readable
 from tests.support.node import NodeUnderTest, start_node
 from tests.unit.golden.versions import v0_1_0
 from tests.unit.golden.versions.written import BOOT, CLAIMS, FOLDER, documents, folder, write

@@ -14,9 +14,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
 from driver.hardware.usage import UsageReader
+from driver.model.gpu_settings import GpuSharing
 from driver.simulator.state.gpu_load import Phase, SimulatedActivity, constant, duty
 from kubelet_plugin.checkpoint.records import ClaimRecord
-from kubelet_plugin.inventory.inventory import GpuSharing
 from kubelet_plugin.metrics.usage import COUNTERS, GAUGES, INFO, SERIES_PER_DEVICE, UsageCollector
 from kubelet_plugin.usage import sampler
 from kubelet_plugin.usage.labels import ClaimLabels, labels_of

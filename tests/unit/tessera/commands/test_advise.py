@@ -11,7 +11,8 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from driver.model.plan import PATH, GpuReport, encode_inventory
+from driver.model.plan import PATH
+from driver.model.reported_gpus import GpuReport, encode_inventory
 from tessera.cli import main
 from tests.support.api_server import ObjectApi
 from tests.support.gpus import gpu_of

@@ -12,7 +12,9 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from driver.model.plan import COUNTERS_FIELD, PATH, GpuReport, PlanStatus, encode_inventory
+from driver.model.plan import COUNTERS_FIELD, PATH, PlanStatus
+from driver.model.reported_gpus import GpuReport, encode_inventory
+from driver.model.shared_memory import SharedMemory, SharingStrategy
 from tessera.cli import main
 from tests.support.api_server import ObjectApi
 from tests.support.gpus import gpu_of
@@ -87,8 +89,8 @@ def api() -> Iterator[ObjectApi]:
         yield server
 
 
-def report(api: ObjectApi, node: str, *products: str, **status: Any) -> None:
-    gpus = [GpuReport(gpu_of(product, minor), minor) for minor, product in enumerate(products)]
+def report(api: ObjectApi, node: str, *products: str, shared: SharedMemory | None = None, **status: Any) -> None:
+    gpus = [GpuReport(gpu_of(product, minor), minor, shared=shared) for minor, product in enumerate(products)]
     written = msgspec.to_builtins(PlanStatus(inventory=encode_inventory(gpus), **status))
     api.store(f"{PATH}/{node}", spec={}, status=written)
 
@@ -111,6 +113,13 @@ def test_the_gpus_of_the_cluster_are_those_that_its_nodes_report(api: ObjectApi,
     assert quota_of(queue) == 3
     answer = run(*cluster)
     assert f"products: {H100}, {L4}. A request that selects none is charged as the largest" in answer.stderr
+
+
+def test_it_says_that_claims_of_shared_gpus_need_another_source(api: ObjectApi, cluster: tuple[str, str]) -> None:
+    report(api, "n1", L4, shared=SharedMemory(SharingStrategy.TIME_SLICING, 22 << 30))
+    answer = run(*cluster)
+    assert "class gpu-shared is not covered: its claims need a capacity source" in answer.stderr
+    assert answer.exit_code == 0
 
 
 def test_memory_can_not_be_charged_where_counters_are_off(api: ObjectApi, cluster: tuple[str, str]) -> None:

@@ -18,7 +18,8 @@ import yaml
 from click.testing import CliRunner, Result
 
 from controller.report.cluster_view import ClusterView
-from driver.model.plan import PATH, GpuReport, encode_inventory
+from driver.model.plan import PATH
+from driver.model.reported_gpus import GpuReport, encode_inventory
 from tessera.cli import main
 from tessera.commands.map import MOST_NODES
 from tessera.commands.map import map as command

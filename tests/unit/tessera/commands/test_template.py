@@ -14,7 +14,9 @@ import yaml
 from click.testing import CliRunner, Result
 
 from driver.model.gpu import MigMode
-from driver.model.plan import PATH, GpuReport, PlanStatus, encode_inventory
+from driver.model.plan import PATH, PlanStatus
+from driver.model.reported_gpus import GpuReport, encode_inventory
+from driver.model.shared_memory import MemoryLimit, SharedMemory, SharingStrategy
 from tessera.cli import main
 from tests.support.api_server import ObjectApi
 from tests.support.gpus import gpu_of
@@ -130,6 +132,15 @@ def test_gpus_that_run_in_mig_mode_after_a_reset_publish_partitions_instead_of_t
         full = {f"gpu-{number}" for number in "0123" if number not in cut}
         assert {name for name in names if name.count("-") == 1} == full
         assert {name.split("-")[1] for name in names if "-mig-" in name} == set(cut)
+
+
+def test_a_shared_gpu_of_the_template_is_shared_as_the_flag_or_the_node_says(api: ObjectApi, like: list[str]) -> None:
+    by_memory = SharedMemory(SharingStrategy.MPS, 79 << 30, MemoryLimit.MPS)
+    report(api, [replace(entry, shared=by_memory) for entry in reports()[1:]])
+    for arguments, limit in ((("--gpus", "sim:h100-1", "--shared", "all=time-slicing"), "none"), (like, "mps")):
+        [shared] = [device for device in devices_in(printed(*arguments)[1:]) if device["name"].endswith("-shared")]
+        assert shared["allowMultipleAllocations"]
+        assert shared["attributes"]["memoryLimit"] == {"string": limit}
 
 
 def test_the_slices_count_themselves(like: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from driver.simulator.node import SimulatedNode
 from driver.simulator.state.gpu_load import LOAD_PID, Load, SimulatedActivity
 from driver.simulator.state.latency import ZERO_LATENCY
 from tessera.sim.node_commands import sim
+from tests.support.memory_limits import machine_cgroup, node_with_limits, set_limit
 from tests.support.nvml_client import G1, cut, enable_mig, one_h100, start_process
 
 GIB = 2**30
@@ -167,3 +169,21 @@ def test_partitions_take_the_loads_of_a_gpu_in_mig_mode(node: SimulatedNode) -> 
         run(node, part, "--memory", "9Gi")
     with pytest.raises(UsageError, match="nvlink: the GPU has no NVLink; accepted: 0"):
         run(node, part, "--nvlink", "1Gi")
+
+
+def test_a_process_obeys_the_limit_of_its_cgroup_until_the_driver_is_reloaded(tmp_path: Path) -> None:
+    node = node_with_limits(tmp_path / "limited")
+    with machine_cgroup(node) as cgroup, subprocess.Popen(["/bin/sleep", "60"]) as process:
+        try:
+            (cgroup / "cgroup.procs").write_text(str(process.pid))
+            set_limit(node, cgroup, 6 * GIB)
+            options = ["0", "--memory", "7Gi"]
+            for cgroup_of in (["--pid", str(process.pid)], ["--cgroup", str(cgroup)]):
+                with pytest.raises(UsageError, match="7168Mi ends in CUDA_ERROR_OUT_OF_MEMORY"):
+                    run(node, *options, *cgroup_of)
+            assert run(node, *options).exit_code == 0
+            CliRunner().invoke(sim, ["fault", "--host-root", str(node.root), "reload"], catch_exceptions=False)
+            assert run(node, *options, "--pid", str(process.pid)).exit_code == 0
+        finally:
+            process.kill()
+            process.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -25,9 +26,12 @@ from driver.model.plan import (
     PlanStatus,
     PublishHeld,
 )
+from driver.model.reported_gpus import GpuReport, encode_inventory
+from driver.model.shared_memory import SHARING_FIELD, SharedMemory, SharingStrategy
 from tessera.commands.status import CheckResult, as_text, run_checks
 from tessera.status.snapshot import Listing, ReadFailure, StatusSnapshot
 from tests.support.chart import manifests
+from tests.support.gpus import gpu_of
 
 NOW = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
 NODE, POOL, DRIVER = "node-a", "node-a-gpu.tessera.dev", "gpu.tessera.dev"
@@ -65,8 +69,10 @@ def plan(
     observed: int = 3,
     *cordoned: str,
     dropped: tuple[str, ...] = (),
+    gpus: Sequence[GpuReport] = (),
 ) -> GpuNodePlan:
-    status = PlanStatus(observed_generation=observed, mode=mode, dropped=dropped)
+    inventory = encode_inventory(gpus) if gpus else ""
+    status = PlanStatus(observed_generation=observed, mode=mode, dropped=dropped, inventory=inventory)
     return GpuNodePlan(PlanMetadata(NODE, generation=generation), PlanSpec(cordoned=cordoned), status)
 
 
@@ -110,6 +116,7 @@ def version_of(text: str) -> dict[str, str]:
     return {"gitVersion": text, "minor": text.split(".")[1] if "." in text else ""}
 
 
+SHARED = GpuReport(gpu_of(), 0, shared=SharedMemory(SharingStrategy.TIME_SLICING, 79 << 30))
 SOUND = StatusSnapshot(
     DRIVER,
     "tessera",
@@ -188,6 +195,15 @@ def test_the_offer_mode_has_its_reason_and_what_the_api_server_drops_is_named(
     snapshot = replace(SOUND, version=version_of(version), plans={NODE: changed})
     assert result(snapshot, "offers").summary == summary
     assert found(snapshot) == {}
+
+
+def test_a_shared_gpu_is_held_and_offered_until_its_node_closes_it() -> None:
+    held = replace(SOUND, claims=[claim("gpu-0-shared")])
+    assert (
+        result(replace(held, slices=[slice_of([{"name": "gpu-0-shared"}])]), "devices").summary == "1 held, 1 offered"
+    )
+    closed = slice_of([{"name": "gpu-0-shared", "taints": [{"key": "gpu.tessera.dev/not-offered"}]}])
+    assert result(replace(held, slices=[closed]), "devices").summary == "1 held, 0 offered"
 
 
 def test_a_held_device_may_be_unpublished_only_while_nothing_of_its_gpu_is_offered() -> None:
@@ -288,6 +304,11 @@ def test_a_claim_on_a_node_whose_name_begins_alike_hides_no_refusal() -> None:
             replace(SOUND, nodes=[node_with({PUBLISH: COMPLETE})], plans={NODE: plan(dropped=(COUNTERS_FIELD,))}),
             "mode",
             "without effect: the API server does not keep consumesCounters",
+        ),
+        (
+            replace(SOUND, plans={NODE: plan(dropped=(SHARING_FIELD,), gpus=[SHARED])}),
+            "offers",
+            "node-a can't share gpu-0 by memory: the API server does not keep allowMultipleAllocations",
         ),
         (replace(SOUND, node_leases=[lease(NODE, NODE, ahead_s=-30)]), "clocks", "30 s behind the API server's"),
         (

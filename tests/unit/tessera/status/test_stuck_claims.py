@@ -24,17 +24,8 @@ from driver.kube.types import (
     Pod,
     Taint,
 )
-from driver.model.plan import (
-    OWNED_SUFFIX,
-    FailedClaim,
-    FailureCause,
-    FaultKind,
-    GpuReport,
-    PlanMode,
-    PlanSpec,
-    PlanStatus,
-    encode_inventory,
-)
+from driver.model.plan import FailedClaim, FailureCause, PlanMode, PlanSpec, PlanStatus
+from driver.model.reported_gpus import OWNED_SUFFIX, FaultKind, GpuReport, encode_inventory
 from tessera.commands.status import as_text
 from tessera.status.snapshot import StatusSnapshot
 from tessera.status.stuck_claims import ADVICE

@@ -11,7 +11,7 @@ from controller.demand.namespace_selector_time import BudgetExhausted
 from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ReasonCode
 from controller.explain.situation import Situation as Now
-from driver.model.plan import FaultKind
+from driver.model.reported_gpus import FaultKind
 from tests.support.clock import FakeClock
 from tests.support.queues import DRIVER, FULL, OURS, Situation, fleet_gpu, node_of, profile, request, selected_by
 from tests.support.reasons import reasons_of

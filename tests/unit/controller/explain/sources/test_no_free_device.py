@@ -15,7 +15,7 @@ from controller.explain.situation import Situation as Now
 from driver.kube.events import shortened
 from driver.model.gpu import MigMode
 from driver.model.offer import DeviceKind
-from driver.model.plan import FaultKind
+from driver.model.reported_gpus import FaultKind
 from tests.support.clock import FakeClock
 from tests.support.gpus import H100
 from tests.support.queues import (
@@ -633,7 +633,7 @@ def test_a_selector_that_fails_is_answered_with_what_lint_knows_of_it(selector: 
         ("gpu.tessera.dev/nvlinkclique", "did you mean nvlinkClique?"),
         ("gpu.tessera.dev/numaNode", "is in Kubernetes' domain: resource.kubernetes.io/numaNode"),
         ("gpu.nvidia.com/productName", "Tessera's devices have gpu.tessera.dev/productName instead"),
-        ("gpu.tessera.dev/parentUUID", 'only devices with type == "mig" || type == "share" have parentUUID'),
+        ("gpu.tessera.dev/parentUUID", 'only devices with type == "mig" || type == "share" || type == "shared" have'),
     ],
 )
 def test_a_constraint_on_an_attribute_that_no_device_has_says_why(attribute: str, hint: str) -> None:

@@ -10,6 +10,7 @@ from deviceclasses.cel.engine import CelDevice, from_slice_device
 from deviceclasses.lint.selectors.selectable_kinds import compiled_programs, may_select
 from driver.model.device import Device, devices_of
 from driver.model.offer import DeviceKind
+from driver.model.shared_memory import GIB, SHARING_FIELD, SharedMemory, SharingStrategy
 from driver.slices.attributes import attributes, capacity
 from tests.conformance import table
 from tests.support.gpus import gpu_of
@@ -22,10 +23,11 @@ PRODUCTS = ("NVIDIA H100 80GB HBM3", "NVIDIA A30", "NVIDIA L4")
 
 def published(device: Device) -> CelDevice:
     entry = {"name": device.name, "attributes": attributes(device), "capacity": capacity(device)}
-    return from_slice_device(DRIVER, entry)
+    return from_slice_device(DRIVER, {**entry, SHARING_FIELD: device.shared is not None})
 
 
-EVERY = [each for name in PRODUCTS for each in devices_of(gpu_of(name), 0, shares=2)]
+SHARED = SharedMemory(SharingStrategy.TIME_SLICING, 20 * GIB)
+EVERY = [each for name in PRODUCTS for each in devices_of(gpu_of(name), 0, shares=2, shared=SHARED)]
 DEVICES = [
     (each.kind, published(each))
     for each in {(each.gpu.product_name, each.kind, each.profile): each for each in EVERY}.values()
@@ -51,19 +53,20 @@ def test_no_expression_that_a_cluster_was_asked_about_is_too_odd() -> None:
 @pytest.mark.parametrize(
     ("expression", "kinds"),
     [
-        ("true", "gpu mig share"),
+        ("true", "gpu mig share shared"),
         ("false", ""),
-        (OURS, "gpu mig share"),
+        (OURS, "gpu mig share shared"),
         ('device.driver == "dra.net"', ""),
-        (f'{OURS} && {TYPE} in ["gpu", "share"]', "gpu share"),
+        (f'{OURS} && {TYPE} in ["gpu", "shared"]', "gpu shared"),
         ('device.attributes["gpu.tessera.dev"].profile != "none"', "mig"),
         ('device.attributes["gpu.tessera.dev"].profile == "1g.99gb"', "mig"),
         ('device.attributes["gpu.tessera.dev"].profile.endsWith("b+me")', "mig"),
         ('device.attributes["gpu.tessera.dev"].?brand.orValue("") == "Nvidia"', "gpu"),
-        ('has(device.attributes["gpu.tessera.dev"].parentUUID)', "mig share"),
-        ('device.capacity["gpu.tessera.dev"].?memory.hasValue()', "gpu mig"),
-        ("device.attributes.size() > 7", "gpu mig share"),
-        ('device.attributes["gpu.tessera.dev"].exists(name, name == "ecc")', "gpu mig share"),
+        ('has(device.attributes["gpu.tessera.dev"].parentUUID)', "mig share shared"),
+        ('device.capacity["gpu.tessera.dev"].?memory.hasValue()', "gpu mig shared"),
+        (f"{OURS} && device.allowMultipleAllocations", "shared"),
+        ("device.attributes.size() > 7", "gpu mig share shared"),
+        ('device.attributes["gpu.tessera.dev"].exists(name, name == "ecc")', "gpu mig share shared"),
     ],
 )
 def test_only_a_plain_no_keeps_a_kind_out(expression: str, kinds: str) -> None:

@@ -14,7 +14,8 @@ from click.testing import CliRunner, Result
 
 from driver.kube.types import GpuNodePlan, PlanMetadata
 from driver.model.gpu_events_and_conditions import ConditionType
-from driver.model.plan import PATH, PlanSpec, PlanStatus, encode_inventory
+from driver.model.plan import PATH, PlanSpec, PlanStatus
+from driver.model.reported_gpus import encode_inventory
 from driver.slices.build import slice_object
 from tessera.cli import main
 from tests.support.api_server import SLICES, ObjectApi

@@ -1,0 +1,1 @@
+"""Cgroups of pods, and limits on the GPU memory that their processes use."""

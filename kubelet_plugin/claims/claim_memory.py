@@ -1,0 +1,115 @@
+"""What holds the claims of shared GPUs to their memory. Methods can be repeated; the caller holds the GPU's lock."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from driver.errors import RecoverableError
+from driver.hardware.cgroups.memory_limits import CgroupMemoryLimits
+from driver.hardware.cgroups.pod_cgroups import PodCgroups
+from driver.hardware.host import Host
+from driver.model.gpu import Gpu
+from driver.model.shared_memory import GIB, MemoryLimit, SharingStrategy
+from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, DeviceRecord
+from kubelet_plugin.claims.memory_limits import PodMemory, PodMemoryLimits, PodShare, memory_by_pod
+from kubelet_plugin.claims.time_slices import TimeSlices
+from kubelet_plugin.step_names import StepRunner
+
+log = logging.getLogger(__name__)
+
+
+def memory_limit(limits: CgroupMemoryLimits, gpu: Gpu, strategy: SharingStrategy) -> MemoryLimit:
+    """What can hold claims to their memory of ``gpu``. Nothing, as far as anybody knows, if it does not answer."""
+    try:
+        if limits.unsupported(gpu) is None:
+            return MemoryLimit.CGROUP
+    except RecoverableError as error:
+        log.warning("it is unknown whether GPU memory can be limited", extra={"gpu": gpu.uuid, "error": str(error)})
+        return MemoryLimit.NONE
+    return MemoryLimit.MPS if strategy is SharingStrategy.MPS else MemoryLimit.NONE
+
+
+class ClaimMemory:
+    """The limits of pods follow from the records alone, so a kill at any instruction leaves nothing to remember.
+
+    The record of a claim is written before the limits of its pods are set, and removed after they are lifted.
+    """
+
+    def __init__(self, limits: PodMemoryLimits, checkpoint: Checkpoint) -> None:
+        self._limits, self._checkpoint = limits, checkpoint
+
+    def apply(self, gpu: Gpu, record: ClaimRecord) -> None:
+        """Hold the pods of ``record`` to the memory that they have of ``gpu``. Raises HardwareError, StateError."""
+        if is_limited(gpu, record):
+            memory = self.of_pods(gpu, record)
+            self._limits.apply(gpu, {pod: memory[pod] for pod in record.pods if pod in memory})
+
+    def release(self, gpu: Gpu, record: ClaimRecord) -> None:
+        """Hold the pods of ``record`` to what they have of ``gpu`` without it. Raises HardwareError, StateError."""
+        if is_limited(gpu, record):
+            others = memory_by_pod(self._shares(other for other in self._records(record.uid))).get(gpu.uuid, {})
+            self._limits.check(gpu, {pod: others[pod] for pod in record.pods if pod in others})
+            self._limits.lift(gpu, [pod for pod in record.pods if pod not in others])
+
+    def check(self, gpu: Gpu) -> dict[str, int]:
+        """Set lost limits again; return the bytes that each pod uses of ``gpu``. Raises HardwareError, StateError."""
+        return self._limits.check(gpu, self.of_pods(gpu))
+
+    def container_limit(self, gpu: Gpu, entry: DeviceRecord) -> int | None:
+        """Bytes to which the CDI spec of a claim limits each container's own cgroup; None: it does not."""
+        return self._limits.container_limit(gpu, entry.gib * GIB) if entry.limit is MemoryLimit.CGROUP else None
+
+    def of_pods(self, gpu: Gpu, record: ClaimRecord | None = None) -> PodMemory:
+        """Bytes of ``gpu`` that each pod may use, with ``record`` as it is and not as it is stored."""
+        records = self._records(record.uid if record else "")
+        return memory_by_pod(self._shares([*records, *([record] if record else [])])).get(gpu.uuid, {})
+
+    def _records(self, without: str) -> list[ClaimRecord]:
+        return [r for r in self._checkpoint.records() if r.uid != without and not r.releasing]
+
+    @staticmethod
+    def _shares(records: Iterable[ClaimRecord]) -> Iterable[PodShare]:
+        return (
+            PodShare(entry.gpu_uuid, pod, entry.gib * GIB)
+            for record in records
+            for entry in record.devices
+            if entry.limit is MemoryLimit.CGROUP
+            for pod in record.pods
+        )
+
+
+def is_limited(gpu: Gpu, record: ClaimRecord) -> bool:
+    """Whether limits on cgroups hold the claim to its memory of ``gpu``."""
+    return any(entry.limit is MemoryLimit.CGROUP and entry.gpu_uuid == gpu.uuid for entry in record.devices)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSettingsOfClaims:
+    """What claims change on a GPU that they share, besides its partitions."""
+
+    time_slices: TimeSlices
+    memory: ClaimMemory
+
+    @classmethod
+    def of(cls, host: Host, checkpoint: Checkpoint, steps: StepRunner) -> GpuSettingsOfClaims:
+        """``checkpoint`` has the records of all claims."""
+        limits = PodMemoryLimits(host.memory_limits, PodCgroups(host.paths), steps)
+        return cls(TimeSlices(host, checkpoint, steps), ClaimMemory(limits, checkpoint))
+
+    def apply(self, gpu: Gpu, record: ClaimRecord) -> None:
+        """Set on ``gpu`` what ``record`` needs. Raises HardwareError, StateError."""
+        self.time_slices.apply(gpu, record)
+        self.memory.apply(gpu, record)
+
+    def release(self, gpu: Gpu, record: ClaimRecord) -> None:
+        """Set ``gpu`` as it is without ``record``. Raises HardwareError, StateError once all was tried."""
+        failures: list[RecoverableError] = []
+        for release in (self.memory.release, self.time_slices.release):
+            try:
+                release(gpu, record)
+            except RecoverableError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]

@@ -1,0 +1,119 @@
+"""Limits on the memory that pods use of shared GPUs. Every method can be repeated; the caller holds the GPU's lock."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from driver.errors import HardwareError, RecoverableError, StateError
+from driver.hardware.cgroups.memory_limits import CgroupMemoryLimits
+from driver.hardware.cgroups.pod_cgroups import CGROUPS, PodCgroups
+from driver.model.gpu import Gpu
+from kubelet_plugin.step_names import NodeStep, StepRunner
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PodShare:
+    """What one allocated device gives one pod: ``memory`` bytes of a GPU."""
+
+    gpu_uuid: str
+    pod_uid: str
+    memory: int
+
+
+PodMemory = Mapping[str, int]
+"""Bytes of one GPU that each pod may use, by the pod's UID."""
+
+
+def memory_by_pod(shares: Iterable[PodShare]) -> dict[str, dict[str, int]]:
+    """The bytes that each pod may use of each GPU, by UUID of the GPU: the sum over all claims of the pod."""
+    sums: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for share in shares:
+        sums[share.gpu_uuid][share.pod_uid] += share.memory
+    return {gpu_uuid: dict(pods) for gpu_uuid, pods in sums.items()}
+
+
+class PodMemoryLimits:
+    """Hard limits on the cgroups of pods, so that the containers of a pod share what its claims give it.
+
+    Nothing is remembered: what a pod may use follows from the checkpoint, and a limit ends with its pod's cgroup.
+    """
+
+    def __init__(self, limits: CgroupMemoryLimits, cgroups: PodCgroups, steps: StepRunner) -> None:
+        self._limits, self._cgroups, self._step = limits, cgroups, steps
+
+    def unenforced(self, gpu: Gpu) -> str | None:
+        """Why nothing can hold pods to their memory of a GPU; None if limits can. Raises HardwareError."""
+        return self._limits.unsupported(gpu)
+
+    def container_limit(self, gpu: Gpu, memory: int) -> int | None:
+        """Bytes to which a CDI spec may limit each container's own cgroup: programs see them as the GPU's size.
+
+        None where limits do not nest: each container could use as much as its pod; it sees the pod's limit anyway.
+        """
+        return memory if self._limits.is_enforced_by_kernel(gpu) else None
+
+    def apply(self, gpu: Gpu, pods: PodMemory) -> None:
+        """Hold pods to their memory of ``gpu``, before their containers start.
+
+        Raises HardwareError; StateError: a pod has no cgroup, or one without the kernel's controller.
+        """
+        for pod_uid, memory in pods.items():
+            cgroup = self._cgroups.find(pod_uid)
+            if cgroup is None:
+                raise StateError(
+                    f"limiting the memory of pod {pod_uid} on {gpu.uuid}: no cgroup of this pod is below {CGROUPS} of "
+                    "the host, where the kubelet makes one for each pod (kubepods, kubepods.slice)"
+                )
+            self._hold(gpu, pod_uid, cgroup, memory)
+
+    def check(self, gpu: Gpu, pods: PodMemory) -> dict[str, int]:
+        """Set lost limits again, as after a reload of the driver; return the bytes of ``gpu`` that each pod uses.
+
+        Pods without a cgroup have ended. Raises HardwareError or StateError once all were tried.
+        """
+        used: dict[str, int] = {}
+        failures: list[RecoverableError] = []
+        for pod_uid, memory in pods.items():
+            cgroup = self._cgroups.find(pod_uid, expected=False)
+            if cgroup is None:
+                continue
+            try:
+                used[pod_uid] = self._hold(gpu, pod_uid, cgroup, memory)
+            except RecoverableError as error:
+                if cgroup.exists():
+                    failures.append(error)
+        if failures:
+            raise failures[0]
+        return used
+
+    def lift(self, gpu: Gpu, pod_uids: Iterable[str]) -> None:
+        """Remove the limits of pods that hold nothing of ``gpu`` any more. Raises HardwareError."""
+        for pod_uid in pod_uids:
+            cgroup = self._cgroups.find(pod_uid, expected=False)
+            if cgroup is None:
+                continue
+            try:
+                if self._limits.read(gpu, cgroup).limit is None:
+                    continue
+                with self._step(NodeStep.LIFT_MEMORY_LIMIT, gpu=gpu.uuid, podUID=pod_uid):
+                    self._limits.clear(gpu, cgroup)
+            except HardwareError:
+                if cgroup.exists():
+                    raise
+            else:
+                log.info("removed the limit on GPU memory", extra={"gpu": gpu.uuid, "podUID": pod_uid})
+
+    def _hold(self, gpu: Gpu, pod_uid: str, cgroup: Path, memory: int) -> int:
+        """Set the limit of a pod unless it is in force; return the bytes that the pod uses."""
+        present = self._limits.read(gpu, cgroup)
+        if present.limit != memory:
+            with self._step(NodeStep.SET_MEMORY_LIMIT, gpu=gpu.uuid, podUID=pod_uid):
+                self._limits.set(gpu, cgroup, memory)
+            log.info("limited GPU memory", extra={"gpu": gpu.uuid, "podUID": pod_uid, "memory": memory})
+        return present.used
