@@ -28,6 +28,7 @@ NVIDIA_API_VERSION = "resource.nvidia.com/v1beta1"
 NO_MPS = "MPS is for shared devices (kind SharedConfig), which several claims hold at once"
 NO_MEMORY = "the memory of a claim is its limit: request it as capacity of the device, not here"
 
+Strategy = Literal["MPS", "TimeSlicing"]
 Percentage = Annotated[int, msgspec.Meta(ge=1, le=100)]
 
 
@@ -91,7 +92,7 @@ class MpsSettings(Strict, frozen=True):
 class SharedConfig(Parameters, frozen=True):
     """For a shared device: how its claims must share the GPU (None: either way), and what this claim gets then."""
 
-    strategy: Literal["MPS", "TimeSlicing"] | None = None
+    strategy: Strategy | None = None
     mps: MpsSettings | None = None
     time_slicing: TimeSlicing | None = None
 
@@ -122,7 +123,7 @@ class NvidiaMps(Strict, frozen=True):
 class NvidiaSharing(Strict, frozen=True):
     """``sharing`` of a GpuConfig."""
 
-    strategy: Literal["TimeSlicing", "MPS"] | None = None
+    strategy: Strategy | None = None
     time_slicing_config: TimeSlicing | None = None
     mps_config: NvidiaMps | None = None
 
