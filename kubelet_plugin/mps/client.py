@@ -186,7 +186,7 @@ class MpsClient:
         except OSError as error:
             raise MpsError(
                 f"no MPS daemon pod answers on this node: {self._directory / SOCKET}: {error.strerror or error}; see "
-                "the pods of DaemonSet tessera-mps, which the chart installs with mps.enabled"
+                "the pods of DaemonSet tessera-mps, which the chart installs where a setting shares GPUs by MPS"
             ) from error
         try:
             answer: dict[str, Any] = json.loads(line)
