@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import accumulate, chain, groupby
 from typing import Any
 
 import click
@@ -140,22 +140,36 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 def _bars(gpu: MapGpu, room: int, marks: Mapping[str, tuple[str, str]]) -> Iterator[str]:
     """The bar of a GPU; of many shares in several lines."""
-    cells = len(gpu.spans) if gpu.is_divided else gpu.memory_slices
-    lines = -(-cells // max(1, (room + 1) // (MIN_CELL + 1))) if gpu.is_divided else 1
+    by_memory = in_proportion(gpu, (room + 1) // 2, 2)
+    cells = sum(by_memory) or (len(gpu.spans) if gpu.is_divided else gpu.memory_slices)
+    lines = -(-cells // max(1, (room + 1) // (MIN_CELL + 1))) if gpu.is_divided and not by_memory else 1
     of_line = -(-cells // max(1, lines))
-    width = max(MIN_CELL, (room - of_line + 1) // max(1, of_line))
+    width = 1 if by_memory else max(MIN_CELL, (room - of_line + 1) // max(1, of_line))
     spans: list[Span] = []
     for place, span in enumerate(gpu.spans):
         start, size = (place, 1) if gpu.is_divided else (span.start, span.size)
+        if by_memory:
+            start, size = sum(by_memory[:place]), by_memory[place]
         if span.state is SliceState.HELD:
             mark, colour = marks[class_of(span.holder)] if span.holder is not None else ("?", "red")
-            label = _label(mark, span.holder, size * width + size - 1)
+            amount = mark if span.memory_gib is None else f"{mark} {span.memory_gib}Gi"
+            label = _label(amount, span.holder, size * width + size - 1)
             spans.append(Span(start, size, label, "-", {"fg": colour, "reverse": True}))
         else:
             spans += _unheld(span, start, size)
     for first in range(0, max(1, cells), max(1, of_line)):
         of_this = (span._replace(start=span.start - first) for span in spans)
         yield draw_slices(min(of_line, cells - first), of_this, width)
+
+
+def in_proportion(gpu: MapGpu, cells: int, fewest: int) -> list[int]:
+    """The cells of each span of a shared GPU, by its memory, ``cells`` in all; none if one would have too few."""
+    amounts = [span.memory_gib or 0 for span in gpu.spans]
+    if not gpu.is_divided or not any(amounts):
+        return []
+    ends = [round(cells * amount / sum(amounts)) for amount in accumulate(amounts)]
+    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    return sizes if min(sizes) >= fewest else []
 
 
 def _label(mark: str, holder: Holder | None, room: int) -> str:
@@ -172,6 +186,8 @@ def _unheld(span: MapSpan, start: int, size: int) -> Iterator[Span]:
     if span.state is SliceState.OFFERED:
         what = printable(" ".join(span.kinds)) if span.memory_gib is None else f"{span.memory_gib} GiB"
         yield Span(start, size, f"+{what}", fill, style)
+    elif span.memory_gib is not None:
+        yield Span(start, size, f"{span.memory_gib} GiB", fill, style)
     else:
         label = "foreign" if span.foreign else ""
         yield from (Span(start + place, 1, label if place == 0 else "", fill, style) for place in range(size))

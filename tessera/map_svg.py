@@ -10,12 +10,15 @@ from itertools import groupby
 from controller.report.map_model import MapGpu, MapNode, MapSpan
 from controller.report.map_summary import class_of, classes_of
 from controller.report.slice_states import SliceState
-from tessera.map_drawing import STATES, links, notes_of
+from tessera.map_drawing import STATES, in_proportion, links, notes_of
 from tessera.tables_and_drawings import printable
 
 IMAGE_WIDTH, BAR_X, BAR_HEIGHT, LINE = 960, 62, 22, 28
 CHARACTER = 6.7
 """Width of a character of 11 pixels."""
+
+FEWEST_PIXELS = 6
+"""Of what a claim has of a shared GPU."""
 
 PER_ROW = 4
 """Entries of the legend side by side."""
@@ -70,10 +73,16 @@ def _legend(y: int, numbers: Mapping[str, int]) -> Iterator[str]:
 def _bar(gpu: MapGpu, y: int, numbers: Mapping[str, int]) -> Iterator[str]:
     yield _text(0, y + 15, f"gpu-{gpu.number}")
     width = (IMAGE_WIDTH - BAR_X) / max(1, len(gpu.spans) if gpu.is_divided else gpu.memory_slices)
+    by_memory = in_proportion(gpu, IMAGE_WIDTH - BAR_X, FEWEST_PIXELS)
+    width = 1.0 if by_memory else width
     for place, span in enumerate(gpu.spans):
         start, size = (place, 1) if gpu.is_divided else (span.start, span.size)
+        if by_memory:
+            start, size = sum(by_memory[:place]), by_memory[place]
         x = BAR_X + start * width
-        if span.state in {SliceState.HELD, SliceState.OFFERED}:
+        if by_memory and span.state not in {SliceState.HELD, SliceState.OFFERED}:
+            yield _field(x, y, size, str(span.state), f"{span.state}: {span.memory_gib} GiB")
+        elif span.state in {SliceState.HELD, SliceState.OFFERED}:
             yield from _span(span, x, y, size * width, numbers)
         else:
             title = "partition of others" if span.foreign else str(span.state)
@@ -83,10 +92,11 @@ def _bar(gpu: MapGpu, y: int, numbers: Mapping[str, int]) -> Iterator[str]:
 
 
 def _span(span: MapSpan, x: float, y: int, width: float, numbers: Mapping[str, int]) -> Iterator[str]:
-    what = f"{', '.join(span.devices)} ({', '.join(span.kinds)})"
+    kinds = span.kinds if span.memory_gib is None else (f"{span.memory_gib} GiB",)
+    what = f"{', '.join(span.devices)} ({', '.join(kinds)})"
     if span.state is SliceState.OFFERED:
         yield _field(x, y, width, "offered", f"offered: {what}")
-        yield _text(x + 6, y + 15, _clipped(" ".join(span.kinds), width - 8))
+        yield _text(x + 6, y + 15, _clipped(" ".join(kinds), width - 8))
         return
     look, title, label = "held", f"{what}: ?, ?", "?"
     if span.holder is not None:

@@ -300,6 +300,9 @@ def _source_selector(
         elif given == {DeviceKind.SHARE} and kind == "capacity":
             remedy = f"take a counter source with name {MEMORY_NAME}"
             yield Issue(path, kind, f"class {name} gives shares, which have no capacity: {remedy}")
+        elif given == {DeviceKind.SHARED} and kind == "counter":
+            message = f"charges each claim of class {name} a whole GPU: take a capacity source with name {MEMORY_NAME}"
+            yield Issue(path, kind, message, Severity.WARNING)
 
 
 def _quotas(queue: Object) -> Iterator[tuple[str, str, str, object]]:

@@ -20,6 +20,7 @@ from deviceclasses.lint.documents import Document, read_documents
 from driver.errors import UsageError
 from driver.kube.client import KubeClient
 from driver.kube.types import ClassSpec, DeviceClass, Key, Metadata, Pod, PodGroup
+from driver.model.shared_memory import MEMORY_CAPACITY, gib_of
 from tessera.cluster_options import ListOnceClient, access_of, with_driver_name, with_kubeconfig
 from tessera.simulate.fill import Filled
 from tessera.simulate.fill import fill as fill_cluster
@@ -40,11 +41,12 @@ MANY = 20
     "--nodes", metavar="NAME=COUNT,...", help="Simulated nodes: dgx-h100=4, or FILE=COUNT (docs/simulator.md)."
 )
 @click.option("--shares", help="With --nodes: as `tessera node --shares`.")
+@click.option("--shared", help="With --nodes: as `tessera node --shared`.")
 @click.option("--mig-gpus", help="With --nodes: Ampere GPUs in MIG mode: all, or indices.  [default: none]")
 @click.option("--cluster", is_flag=True, help="The cluster as it is; --nodes adds to it.")
 @click.option("--without", "gone", metavar="NAMESPACE/CLAIM", multiple=True, help="As if that claim had ended.")
 @click.option("--uncordon", "uncordon", metavar="NODE[/gpu-N]", multiple=True, help="As if that were not cordoned.")
-@click.option("--fill", metavar="CLASS", help="How many claims for one device of that class still fit.")
+@click.option("--fill", metavar="CLASS[=MEMORY]", help="How many claims for one device of that class still fit.")
 @click.option("--summary", is_flag=True, help="Only how many pods are placed, and what is left.")
 @with_kubeconfig
 @with_driver_name
@@ -54,6 +56,7 @@ def simulate(
     paths: Sequence[str],
     nodes: str | None,
     shares: str | None,
+    shared: str | None,
     mig_gpus: str | None,
     cluster: bool,
     gone: Sequence[str],
@@ -74,28 +77,27 @@ def simulate(
     Examples:
       tessera simulate pod.yaml --nodes dgx-h100=4
       tessera simulate deploy/examples --nodes dgx-h100=2 --shares all=4
+      tessera simulate pod.yaml --nodes l4-4=2 --shared all=time-slicing
       tessera simulate job.yaml --cluster --without team-a/notebook --uncordon node-a/gpu-3
       tessera simulate --fill gpu-inference-1g-10gb --cluster
+      tessera simulate --fill gpu-shared=6Gi --cluster
     """
     _check(paths, nodes, fill, cluster=cluster, gone=gone)
     client = ListOnceClient(access_of(kubeconfig), "tessera-simulate") if cluster else None
     content, waiting = _cluster(client, driver_name) if client is not None else (_empty(driver_name), Workloads())
-    content = content if nodes is None else joined(content, simulated(nodes, shares, mig_gpus))
+    if nodes is not None:
+        content = joined(content, simulated(nodes, shares=shares, shared=shared, mig_gpus=mig_gpus))
     content = _changed(content, gone, uncordon, driver_name)
     given = _given(paths, client, content, driver_name)
     templates = (*content.templates, *given.templates)
     content = replace(content, classes={**content.classes, **given.classes}, templates=templates)
-    if fill is not None and fill not in content.classes:
+    if fill is not None and fill.partition("=")[0] not in content.classes:
         raise UsageError(f"--fill {fill}: there is no such DeviceClass; there are {', '.join(sorted(content.classes))}")
-    # Claims and pending pods of the cluster that are in the files, too, exist once: as they are in the cluster.
-    existing, names = {claim.metadata.key for claim in content.claims}, {pod.metadata.key for pod in given.pods}
-    given.claims = {key: claim for key, claim in given.claims.items() if key not in existing}
-    waiting.pods = [pod for pod in waiting.pods if pod.metadata.key not in names]
+    _leave_out_repeated(content, waiting, given)
     imagined = ImaginedCluster(driver_name, content)
     imagined, of_cluster_pods = _place(imagined, waiting)
     imagined, of_given_pods = _place(imagined, given)
-    placements = [*of_cluster_pods, *of_given_pods]
-    filled = _filled(imagined, fill) if fill is not None else None
+    filled, placements = _filled(imagined, fill) if fill is not None else None, [*of_cluster_pods, *of_given_pods]
     result = Simulation(imagined, placements, {id(pod) for pod in given.pods}, fill, filled, given, summary)
     show(output, result.json, result.text)
     sys.exit(0 if result.fits else 1)
@@ -106,6 +108,8 @@ def _check(paths: Sequence[str], nodes: str | None, fill: str | None, *, cluster
         raise UsageError("give --nodes (such as dgx-h100=4), --cluster, or both")
     if not paths and fill is None:
         raise UsageError("give files with pods or claims, or --fill with the name of a DeviceClass")
+    if fill is not None and "=" in fill and gib_of({MEMORY_CAPACITY: fill.partition("=")[2]}, 1) is None:
+        raise UsageError(f"--fill {fill}: write CLASS or CLASS=MEMORY, such as gpu-shared=6Gi")
     if gone and not cluster:
         raise UsageError("--without needs --cluster: simulated nodes are idle")
 
@@ -153,6 +157,13 @@ def _documents(paths: Sequence[str]) -> list[Document]:
     return documents
 
 
+def _leave_out_repeated(content: ClusterContent, waiting: Workloads, given: Workloads) -> None:
+    """Claims and pending pods of the cluster that are in the files, too, exist once: as they are in the cluster."""
+    existing, names = {claim.metadata.key for claim in content.claims}, {pod.metadata.key for pod in given.pods}
+    given.claims = {key: claim for key, claim in given.claims.items() if key not in existing}
+    waiting.pods = [pod for pod in waiting.pods if pod.metadata.key not in names]
+
+
 def _place(cluster: ImaginedCluster, workloads: Workloads) -> tuple[ImaginedCluster, list[PodPlacement]]:
     """Place the pods one after the other, those of a gang together or not at all; the cluster after that."""
     placements: list[PodPlacement] = []
@@ -197,9 +208,10 @@ def _without_gang(group: PodGroup, placement: PodPlacement, fitting: int) -> Pod
     return PodPlacement(placement.pod, reasons=(reason, *placement.reasons))
 
 
-def _filled(cluster: ImaginedCluster, device_class: str) -> Filled:
+def _filled(cluster: ImaginedCluster, fill: str) -> Filled:
+    device_class, _, memory = fill.partition("=")
     with _progress("nodes filled", len(cluster.fleet.nodes)) as advance:
-        return fill_cluster(cluster, device_class, lambda _: advance())
+        return fill_cluster(cluster, device_class, memory, lambda _: advance())
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from tessera.usage.advice import WHOLE, Advice
 from tessera.usage.advice import advise as advice_of
 from tessera.usage.output import NOTHING_KNOWN, Style, as_csv, as_json, as_table, number
 from tessera.usage.pages import read_cluster, read_urls
-from tessera.usage.peak_usage import geometries_of, read_history
+from tessera.usage.peak_usage import geometries_of, parts_of, read_history
 from tessera.usage.prices import read_prices
 from tessera.usage.prometheus import Prometheus, check_labels, read_gpus, read_period
 from tessera.usage.report import KeyOf, summarize
@@ -225,10 +225,10 @@ def advise(
         raise UsageError(f"--since {since.text}: must be at least 24h, such as 7d")
     server = Prometheus(prometheus, prometheus_token_file)
     needs = ", of which partitions could be advised: is the controller running?"
-    geometries = geometries_of(plans_and_gpus(client_of(kubeconfig, AGENT), needs)[1])
+    _, reports = plans_and_gpus(client_of(kubeconfig, AGENT), needs)
     check_labels(server)
     history, gpus = read_history(server, since.seconds), read_gpus(server, since.seconds)
-    advices = advice_of(history, gpus, geometries, margin / 100)
+    advices = advice_of(history, gpus, geometries_of(reports), parts_of(reports), margin / 100)
     show(output, [_advice_object(advice) for advice in advices], _advice_table(advices, since))
     _exit_with(server.warnings)
 

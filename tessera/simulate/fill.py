@@ -25,13 +25,17 @@ class Filled(NamedTuple):
     why: Sequence[str]
 
 
-def fill(cluster: ImaginedCluster, device_class: str, progress: Callable[[str], None] = lambda _: None) -> Filled:
+def fill(
+    cluster: ImaginedCluster, device_class: str, memory: str = "", progress: Callable[[str], None] = lambda _: None
+) -> Filled:
     """Place claims for one device of a class until one does not fit; ``progress`` gets each node that is full.
+
+    ``memory``: what each asks of a shared GPU; empty: nothing.
 
     Devices of Tessera belong to one node each, so nodes are filled one by one, and of nodes that are alike only the
     first is simulated.
     """
-    selector, supply = cluster.selector(device_class), pods_for_class(device_class)
+    selector, supply = cluster.selector(device_class), pods_for_class(device_class, memory)
     devices: dict[str, list[str]] = {}
     placements: dict[Hashable, list[PodPlacement]] = {}
     for node in sorted(cluster.fleet.nodes):
@@ -39,7 +43,7 @@ def fill(cluster: ImaginedCluster, device_class: str, progress: Callable[[str], 
             break
         kind = cluster.likeness(node, selector)
         if kind not in placements:
-            placements[kind] = list(_until_full(cluster.alone(node), pods_for_class(device_class), []))
+            placements[kind] = list(_until_full(cluster.alone(node), pods_for_class(device_class, memory), []))
         allocations = [allocation for placement in placements[kind] for _, allocation in placement.allocations]
         cluster.give(node, _allocated(node, cluster.driver, allocations, supply))
         devices[node] = [result.device for allocated in allocations for result in allocated.devices.results]

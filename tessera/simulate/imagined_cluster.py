@@ -48,9 +48,9 @@ from driver.kube.types import (
     ObjectMeta,
     Pod,
 )
-from driver.model.device import Monitor
-from driver.model.offer import Offer
-from driver.model.plan import OfferMode
+from driver.model.device import Device, Monitor, merged
+from driver.model.offer import SHARED, Offer, Spot
+from driver.model.plan import Held, OfferMode
 from driver.model.reported_gpus import FaultKind
 from driver.placement.ranking import Ranking
 from driver.slices.build import Content, SliceBuilder, slice_spec
@@ -158,10 +158,9 @@ class ImaginedCluster:
         other._scheduler = self._scheduler.fork()
         return other
 
-    def holders(self, node: str) -> Mapping[str, str]:
+    def holders(self, node: str) -> Mapping[str, Sequence[Held]]:
         """The claims by the names of the devices that they have on ``node``."""
-        held = self._index.held(Pool(node, self.driver).name)
-        return {device: holding.claim for device, holding in held.items()}
+        return self._index.holders(Pool(node, self.driver).name)
 
     def selector(self, device_class: str) -> Selector | None:
         """What a class selects; None if that may be devices of other drivers."""
@@ -184,7 +183,7 @@ class ImaginedCluster:
         """A cluster of one node, with what is held and offered on it."""
         gpus = self.fleet.nodes[node]
         names = {gpu.gpu.uuid for gpu in gpus}
-        held = {holding.claim for holding in self._index.held(Pool(node, self.driver).name).values()}
+        held = {holding.claim for holdings in self.holders(node).values() for holding in holdings}
         content = replace(
             self._content,
             fleet=Fleet.of(gpus),
@@ -253,12 +252,15 @@ class ImaginedCluster:
 
     def _held_on(self, node: str) -> Iterator[FleetGpu]:
         """The GPUs of ``node`` of which more is held than before."""
-        names = self._index.held(Pool(node, self.driver).name)
+        holders = self.holders(node)
         for gpu in self.fleet.nodes.get(node, ()):
             held = {device.name for device in gpu.held}
-            new = [device for name in names if name not in held and (device := gpu.device_named(name)) is not None]
-            if new:
-                yield gpu.holding((*gpu.held, *new))
+            devices = (device for name in holders if (device := gpu.device_named(name)) is not None)
+            new = [device for device in devices if device.name not in held or device.shared is not None]
+            parts = [part for device in new for part in _parts(device, holders[device.name])]
+            others = [device for device in gpu.held if device.shared is None]
+            if len(others) + len(parts) > len(gpu.held):
+                yield gpu.holding((*others, *parts))
 
     # The controller
 
@@ -356,12 +358,19 @@ def _detailed(contents: Mapping[str, Content], pool: Pool) -> Iterator[DetailedS
         yield DetailedSlice(ObjectMeta(name, "0"), spec)
 
 
+def _parts(device: Device, claims: Iterable[Held]) -> list[Device]:
+    """The device, or of a shared one what each of ``claims`` has."""
+    if device.shared is None:
+        return [device]
+    return [replace(device, spot=Spot(SHARED, claim.gib or device.shared.gib)) for claim in claims]
+
+
 def _publishable(gpu: FleetGpu) -> PublishableGpu:
     return PublishableGpu(
         gpu.gpu,
         gpu.number,
         gpu.devices,
-        prepared=gpu.held,
+        prepared=tuple(merged(gpu.held)),
         allocated=(),
         shares_only=gpu.shares_only,
         foreign=ForeignPartitions(gpu.foreign),

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 from controller.cluster.fleet import FleetGpu
 from controller.explain.sources.selected_gpus import listed
+from driver.kube.types import Result
 from driver.model.offer import DeviceKind
+from driver.model.shared_memory import MEMORY_CAPACITY
 from tessera.simulate.fill import Filled
 from tessera.simulate.imagined_cluster import ImaginedCluster
 from tessera.simulate.scheduler import PodPlacement
@@ -105,7 +107,7 @@ class Simulation:
                 continue
             pod, node, also = self._name(placement), placement.node, listed(placement.elsewhere) or "-"
             rows += [
-                (pod, claim.metadata.name, result.request, node, result.device, also)
+                (pod, claim.metadata.name, result.request, node, _with_amount(result), also)
                 for claim, allocation in placement.allocations
                 for result in allocation.devices.results
             ] or [(pod, "-", "-", node, "-", also)]
@@ -163,7 +165,13 @@ class Simulation:
             {
                 "claim": str(claim.metadata.key),
                 "devices": [
-                    {"request": result.request, "driver": result.driver, "pool": result.pool, "device": result.device}
+                    {
+                        "request": result.request,
+                        "driver": result.driver,
+                        "pool": result.pool,
+                        "device": result.device,
+                        **({"consumedCapacity": result.consumed_capacity} if result.consumed_capacity else {}),
+                    }
                     for result in allocation.devices.results
                 ],
             }
@@ -184,9 +192,20 @@ class Simulation:
         for node, gpus in sorted(self.cluster.fleet.nodes.items()):
             holders = self.cluster.holders(node)
             for gpu in gpus:
-                held = [{"device": device.name, "claim": holders.get(device.name)} for device in gpu.held]
+                names = dict.fromkeys(device.name for device in gpu.held)
+                held = [
+                    {"device": name, "claim": holding.claim, **({"gib": holding.gib} if holding.gib else {})}
+                    for name in names
+                    for holding in holders.get(name, ())
+                ]
                 about = {"gpu": f"gpu-{gpu.number}", "uuid": gpu.gpu.uuid, "product": gpu.gpu.product_name}
                 yield {"node": node, **about, "held": held}
+
+
+def _with_amount(result: Result) -> str:
+    """The name of a device, with what the claim has of it if it is shared."""
+    amounts = result.consumed_capacity or {}
+    return f"{result.device} ({amounts[MEMORY_CAPACITY]})" if MEMORY_CAPACITY in amounts else result.device
 
 
 def _spans(gpu: FleetGpu) -> list[Span]:
@@ -195,6 +214,8 @@ def _spans(gpu: FleetGpu) -> list[Span]:
     shares = [device for device in gpu.held if device.kind is DeviceKind.SHARE]
     if shares:
         return [Span(0, slices, f"{len(shares)} of {shares[0].shares}")]
+    if gpu.state.used:
+        return [Span(0, slices, f"{gpu.state.used} of {gpu.state.room} GiB")]
     if gpu.fault is not None and not gpu.held:
         return [Span(0, slices, "unusable")]
     foreign = [Span(start, 1, "used") for start in range(slices) if gpu.foreign >> start & 1]

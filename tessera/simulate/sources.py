@@ -38,8 +38,8 @@ MAX_DIGITS = 12
 """Digits of a number of nodes that are read."""
 
 
-def simulated(text: str, shares: str | None, mig_gpus: str | None) -> ClusterContent:
-    """Nodes as ``dgx-h100=4,FILE`` names them, all idle, with the flags of ``tessera node`` of these names.
+def simulated(text: str, **flags: str | None) -> ClusterContent:
+    """Nodes as ``dgx-h100=4,FILE`` names them, all idle; ``flags`` are those of ``tessera node``.
 
     Raises UsageError and HardwareError.
     """
@@ -50,7 +50,7 @@ def simulated(text: str, shares: str | None, mig_gpus: str | None) -> ClusterCon
         source, _, written = entry.strip().partition("=")
         if not source or (written and not written.isdecimal()):
             raise UsageError(f"--nodes {text}: {entry.strip()!r} is not NAME, NAME=COUNT or FILE=COUNT, as dgx-h100=4")
-        reports, stem = hardware(gpus=f"sim:{source}", shares=shares, mig_gpus=mig_gpus), Path(source).stem
+        reports, stem = hardware(gpus=f"sim:{source}", **flags), Path(source).stem
         count = int(written or 1) if len(written) <= MAX_DIGITS else MAX_NODES + 1
         if len(nodes) + count > MAX_NODES:
             raise UsageError(
@@ -66,7 +66,8 @@ def simulated(text: str, shares: str | None, mig_gpus: str | None) -> ClusterCon
 
 
 def _idle(node: str, report: GpuReport) -> FleetGpu:
-    return FleetGpu(node, report.gpu, report.number, shares=report.shares, shares_only=report.shares_only)
+    shares, only = report.shares, report.shares_only
+    return FleetGpu(node, report.gpu, report.number, shares=shares, shares_only=only, shared=report.shared)
 
 
 def of_cluster(client: KubeClient, view: ClusterView, driver: str) -> ClusterContent:

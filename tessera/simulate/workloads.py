@@ -31,6 +31,7 @@ from driver.kube.types import (
     PodSpec,
     PodStatus,
 )
+from driver.model.shared_memory import MEMORY_CAPACITY
 
 WITH_TEMPLATE = {"Deployment", "ReplicaSet", "StatefulSet", "DaemonSet", "Job", "CronJob"}
 """Kinds of Kubernetes that are nothing without a pod template."""
@@ -291,11 +292,12 @@ def _place(document: Document) -> str:
     return f"{document.file}, document {document.number}"
 
 
-def pods_for_class(name: str) -> Iterator[tuple[Pod, Claim]]:
-    """Pods without end, each with a claim for one device of a class."""
+def pods_for_class(name: str, memory: str = "") -> Iterator[tuple[Pod, Claim]]:
+    """Pods without end, each with a claim for one device of a class, or for ``memory`` of a shared GPU."""
+    amount = {"capacity": {"requests": {MEMORY_CAPACITY: memory}}} if memory else {}
     number = 0
     while True:
         key = Key("simulated", f"fill-{number}")
-        spec = {"devices": {"requests": [{"name": "device", "exactly": {"deviceClassName": name}}]}}
+        spec = {"devices": {"requests": [{"name": "device", "exactly": {"deviceClassName": name, **amount}}]}}
         yield _pod_for(key), Claim(Metadata(key.name, namespace=key.namespace), msgspec.convert(spec, ClaimSpec))
         number += 1

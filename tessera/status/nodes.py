@@ -13,6 +13,7 @@ from driver.kube.client import Object
 from driver.kube.get_and_list import minor_version
 from driver.kube.slice_types import ResourceSlice, SliceDevice
 from driver.kube.types import Claim, GpuNodePlan
+from driver.model.device import is_shared
 from driver.model.gpu_events_and_conditions import ConditionType
 from driver.model.plan import COMPLETE, COUNTERS_FIELD, PUBLISH, NodeConditionType, OfferMode, PlanMode
 from driver.model.reported_gpus import FaultKind, GpuReport
@@ -297,9 +298,9 @@ def _taken(snapshot: StatusSnapshot) -> dict[tuple[str, str], Claim]:
 
 
 def _offered(snapshot: StatusSnapshot) -> list[tuple[str, str]]:
-    """Untainted devices that no claim holds."""
-    taken = _taken(snapshot)
-    return [name for name, device in _published(snapshot).items() if name not in taken and not device.taints]
+    """Untainted devices that no claim holds, or that more claims can share."""
+    taken, untainted = _taken(snapshot), (name for name, device in _published(snapshot).items() if not device.taints)
+    return [(pool, device) for pool, device in untainted if (pool, device) not in taken or is_shared(device)]
 
 
 def _left_out(

@@ -1,4 +1,4 @@
-"""The smallest partition into which a workload would have fitted, by the most that it used in a period (pure)."""
+"""The smallest partition, or part of a shared GPU, into which a workload would have fitted, by its peak (pure)."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ indexed Jobs and the Jobs of CronJobs."""
 
 
 class ProfileClass(NamedTuple):
-    """A profile of a product with a class of its own."""
+    """A profile of a product with a class of its own, or an amount of a shared GPU's memory."""
 
     device_class: str
     profile: str
-    slices: int
+    slices: float
     compute_slices: int
     memory_bytes: int
 
@@ -41,7 +41,7 @@ class ProfileClass(NamedTuple):
 class DeviceHistory:
     """A device of a claim in the period: the most it used, and how long it was prepared, measured, and first seen ago.
 
-    None: never known. Activities are parts of the device.
+    None: never known. Activities are parts of the device. ``is_part``: of a shared GPU's memory.
     """
 
     namespace: str
@@ -56,6 +56,7 @@ class DeviceHistory:
     memory: float | None = None
     sm: float | None = None
     dram: float | None = None
+    is_part: bool = False
 
     @property
     def hours(self) -> float:
@@ -111,19 +112,26 @@ def advise(
     devices: Iterable[DeviceHistory],
     gpus: Mapping[GpuOfNode, GpuSlices],
     geometries: Mapping[str, Sequence[ProfileClass]],
+    parts: Mapping[str, Sequence[ProfileClass]],
     margin: float,
 ) -> list[Advice]:
     """Advice for each workload, what saves most first.
 
-    ``geometries``: the profiles of each product. ``margin``: room above the most that was used, 0.2 for 20 %.
+    ``geometries``: the profiles of each product, ``parts`` what claims can have of a shared GPU. ``margin``: room above
+    the most that was used, 0.2 for 20 %.
     """
     groups: dict[Workload, list[DeviceHistory]] = defaultdict(list)
     for device in devices:
-        gpu, kind = gpus.get(device.gpu), (device.device_class, device.profile, device.slices)
+        gpu, profile = gpus.get(device.gpu), device.profile
         product = "" if gpu is None else gpu.product
+        if device.is_part and product in parts:
+            profile = min(parts[product], key=lambda part: abs(part.slices - device.slices)).profile
+        kind = device.device_class, profile, device.slices
         groups[Workload(device.namespace, owner_of(device.pod), *kind, product)].append(device)
-    advices = [_advice(workload, group, geometries.get(workload.product, ()), margin)
-               for workload, group in groups.items()]  # fmt: skip
+    advices = [
+        _advice(workload, group, (parts if group[0].is_part else geometries).get(workload.product, ()), margin)
+        for workload, group in groups.items()
+    ]
     return sorted(advices, key=lambda each: (-each.saved, -each.slice_hours, each.workload))
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from deviceclasses.chart_classes import profile_classes
+from deviceclasses.chart_classes import SHARED_GPU, profile_classes
 from driver.model.reported_gpus import GpuReport
+from driver.model.shared_memory import GIB
 from tessera.usage.advice import DeviceHistory, ProfileClass
 from tessera.usage.prometheus import ALLOCATED_METRIC, HOUR, Prometheus, growth
 from tessera.usage.report import GpuOfNode
 
 HISTORY_LABELS = ("namespace", "pod", "claim", "class", "profile", "device", "gpu", "node")
-JUDGED = '{pod!="",source!="shared"}'
-"""Devices of a claim of several pods belong to no workload; the activity of a share is that of its GPU."""
+JUDGED = '{pod!="",device!~".*-share-[0-9]+"}'
+"""Devices of a claim of several pods belong to no workload; equal shares have no memory of their own."""
+PART_OF_GPU = re.compile(r"gpu-\d+-shared\b.*")
+"""What a claim has of a shared GPU, whose activity is that of the GPU."""
 
 MOMENTS = 1440
 """How often in a period it is looked whether a device was measured: every 7 minutes of a week."""
@@ -55,12 +58,32 @@ def read_history(prometheus: Prometheus, seconds: float) -> list[DeviceHistory]:
             measured_hours=measured.get(key, 0.0) * step / HOUR,
             age_hours=age.get(key, 0.0) / HOUR,
             memory=memory.get(key),
-            sm=sm.get(key),
-            dram=dram.get(key),
+            sm=None if is_part else sm.get(key),
+            dram=None if is_part else dram.get(key),
+            is_part=is_part,
         )
         for key, held_slices in slices.items()
+        for is_part in (PART_OF_GPU.fullmatch(key[5]) is not None,)
         if held_slices > 0
     ]
+
+
+def parts_of(reports: Iterable[GpuReport]) -> dict[str, list[ProfileClass]]:
+    """The amounts of memory that a claim can have of a shared GPU, by product."""
+    products = {report.gpu.product_name: report for report in reports if report.shared is not None}
+    return {
+        product: [
+            ProfileClass(
+                f"{SHARED_GPU} ({gib}Gi)",
+                f"{gib}Gi",
+                report.gpu.memory_slices * gib * GIB / report.gpu.memory_bytes,
+                0,
+                gib * GIB,
+            )
+            for gib in range(1, (report.shared.gib if report.shared is not None else 0) + 1)
+        ]
+        for product, report in products.items()
+    }
 
 
 def geometries_of(reports: Iterable[GpuReport]) -> dict[str, list[ProfileClass]]:

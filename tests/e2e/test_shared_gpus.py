@@ -91,7 +91,8 @@ def test_claims_fill_one_gpu_before_they_open_another(
     large = asking(cluster, "too-large", "80Gi")
     assert "cannot allocate all claims" in large.refused()
     if with_controller:
-        wait_for(lambda: "GiB" in told(cluster, "too-large"), SOON_S, "the reason on the claim")
+        reason = wait_for(lambda: told(cluster, "too-large"), SOON_S, "the reason on the claim")
+        assert "memory of at least 80Gi: no device has it; the largest is 80944Mi" in reason
     forget(*in_turn, large)
     if with_controller:
         controller.stop()

@@ -17,18 +17,25 @@ from tessera.simulate.workloads import Reader, pods_for_class
 from tests.support.plugin import DRIVER
 
 CLASSES = ("gpu-training", "gpu-inference-1g-10gb", "gpu-inference-2g-20gb", "gpu-inference-3g-40gb", "gpu-dev")
+AMOUNTS = ("gpu-shared=6Gi", "gpu-shared=13Gi")
+"""Class and memory."""
 
 
 @cache
 def content() -> ClusterContent:
-    return joined(_empty(DRIVER), simulated("h100-1=3,l4-4", "NVIDIA L4=2", None))
+    return joined(
+        _empty(DRIVER),
+        simulated("h100-1=3,l4-4", shares="NVIDIA L4=2", shared="NVIDIA L4=mps,NVIDIA H100 80GB HBM3=time-slicing"),
+    )
 
 
 def cluster(running: Sequence[str]) -> ImaginedCluster:
     """Three nodes that are alike and one with other GPUs, on which claims of some classes run."""
     found = ImaginedCluster(DRIVER, content())
     for number, device_class in enumerate(running):
-        requests = [{"name": "gpu", "exactly": {"deviceClassName": device_class}}]
+        name, _, memory = device_class.partition("=")
+        amount = {"capacity": {"requests": {"memory": memory}}} if memory else {}
+        requests = [{"name": "gpu", "exactly": {"deviceClassName": name, **amount}}]
         claim = {
             "kind": "ResourceClaim",
             "metadata": {"name": f"c{number}"},
@@ -39,12 +46,13 @@ def cluster(running: Sequence[str]) -> ImaginedCluster:
     return found
 
 
-@given(st.lists(st.sampled_from(CLASSES), max_size=6), st.sampled_from(CLASSES))
+@given(st.lists(st.sampled_from(CLASSES + AMOUNTS), max_size=6), st.sampled_from(CLASSES + AMOUNTS))
 def test_as_many_claims_fit_node_by_node_as_with_all_nodes_at_once(running: list[str], device_class: str) -> None:
     whole: dict[str, int] = {}
     why: list[str] = []
-    for each in _until_full(cluster(running), pods_for_class(device_class), why):
+    name, _, memory = device_class.partition("=")
+    for each in _until_full(cluster(running), pods_for_class(name, memory), why):
         whole[each.node or ""] = whole.get(each.node or "", 0) + 1
-    filled = fill(cluster(running), device_class)
+    filled = fill(cluster(running), name, memory)
     assert {node: len(devices) for node, devices in filled.devices.items()} == whole
     assert bool(filled.why) == bool(why)

@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.conformance.allocator import tessera_nodes
 from tests.conformance.allocator.devices import API, ROOT, Object, device_class, foreign_slices, taint
-from tests.conformance.allocator.tessera_nodes import tessera_classes, tessera_slices
+from tests.conformance.allocator.tessera_nodes import parts_held, share_id, tessera_classes, tessera_slices
 
 CONSTRAINED = ("size", "kind", "ok", "ver", "size", "kind", "none", ROOT)
 """Attributes of constraints; those without a domain get that of a driver."""
@@ -33,12 +33,16 @@ SELECTORS = (
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What claims can be written with: classes of which the last fails for some devices, selectors, attributes."""
+    """What claims can be written with: classes of which the last fails for some devices, selectors, attributes.
+
+    ``shared``: most requests state an amount of memory, as for parts of shared GPUs.
+    """
 
     driver: str
     classes: Sequence[str]
     selectors: Sequence[str]
     attributes: Sequence[str]
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,10 @@ def scenario(number: int, node: str) -> Scenario:
     drivers = [f"a.s{number}.example.com", f"b.s{number}.example.com"]
     everywhere = is_for_all_nodes(number)
     words: tuple[Sequence[str], Sequence[str]]
+    shared = number % 10 == 5
     if number % 5 == 0:
-        slices, classes = tessera_slices(random, node, drivers[0]), tessera_classes(number, drivers[0])
+        slices = tessera_slices(random, node, drivers[0], shared=shared)
+        classes = tessera_classes(number, drivers[0], shared=shared)
         words = (tessera_nodes.SELECTORS, tessera_nodes.ATTRIBUTES)
     else:
         pools = [(drivers[0], "p1"), *random.sample([(drivers[0], "p0"), (drivers[1], "p2"), (drivers[1], "p1")], 2)]
@@ -78,9 +84,9 @@ def scenario(number: int, node: str) -> Scenario:
             for each in foreign_slices(random, number, driver, name, node, label, allows_all=everywhere)
         ]
         classes, words = _classes(number, drivers), (SELECTORS, CONSTRAINED)
-    vocabulary = Vocabulary(drivers[0], [each["metadata"]["name"] for each in classes], *words)
+    vocabulary = Vocabulary(drivers[0], [each["metadata"]["name"] for each in classes], words[0], words[1], shared)
     claims = [_claim(random, vocabulary) for _ in range(random.choice((1, 1, 1, 1, 1, 2, 2, 3)))]
-    held = _held(random, slices)
+    held = parts_held(random, slices) if shared else _held(random, slices)
     return Scenario(number, node, {label: "yes"}, slices, classes, held, claims, _rules(random, number, slices))
 
 
@@ -130,8 +136,7 @@ def _share(random: Random, entry: Object) -> Object:
         return {"adminAccess": True}
     if not entry.get("allowMultipleAllocations"):
         return {}
-    shared = {"shareID": f"{random.getrandbits(128):032x}"}
-    shared["shareID"] = "-".join(shared["shareID"][a:b] for a, b in ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32)))
+    shared = {"shareID": share_id(random)}
     amounts = {name: random.choice(("0", "1", "1Gi", "5Gi")) for name in entry.get("capacity", ())}
     return {**shared, "consumedCapacity": amounts} if amounts else shared
 
@@ -179,8 +184,8 @@ def _wanted(random: Random, vocabulary: Vocabulary) -> Object:
         wanted["selectors"] = [{"cel": {"expression": random.choice(some).format(driver=vocabulary.driver)}}]
     if random.random() < 0.35:
         wanted["tolerations"] = [_toleration(random) for _ in range(random.choice((1, 1, 2)))]
-    if random.random() < 0.3:
-        wanted["capacity"] = {"requests": _amounts(random)}
+    if random.random() < (0.8 if vocabulary.shared else 0.3):
+        wanted["capacity"] = {"requests": _parts(random) if vocabulary.shared else _amounts(random)}
     return wanted
 
 
@@ -189,6 +194,12 @@ def _amounts(random: Random) -> Object:
     odd = ("0", "7", "64Gi", "1e19", "100n")
     names = random.choice((("memory",), ("cores",), ("memory", "cores"), ("memory", "none")))
     return {each: random.choice(odd if random.random() < 0.1 else usual.get(each, odd)) for each in names}
+
+
+def _parts(random: Random) -> Object:
+    usual = ("1Gi", "1", "0", "6Gi", "1500Mi", "13G", "20Gi", "33Gi", "38Gi", "44Gi")
+    name = "none" if random.random() < 0.03 else "memory"
+    return {name: random.choice(("79Gi", "80Gi", "1e19") if random.random() < 0.1 else usual)}
 
 
 def _toleration(random: Random) -> Object:

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.report.map_summary import classes_of
+from driver.model.shared_memory import GIB, SharedMemory, SharingStrategy
 from tessera.map_drawing import COLOURS, draw_map, draw_summary
 from tessera.map_svg import map_as_svg
-from tests.support.map_cluster import DOCS, MapCluster, example, example_text
+from tests.support.map_cluster import DOCS, MapCluster, example, example_text, shared_example
 from tests.support.queues import request
 
 HOSTILE = "\x1b[31mred\x1b]0;title\x07\n<script>'\"&\u202e\ufffe"
@@ -43,6 +44,8 @@ def texts(image: str) -> list[str]:
 def test_the_documentation_shows_the_example_as_it_is_drawn() -> None:
     nodes = example().map()
     assert f"```\n{example_text(nodes)}```" in (DOCS / "map.md").read_text(), "python -m tests.support.map_cluster"
+    *shared, _, _, _ = lines(shared_example())
+    assert "```\n" + "\n".join(shared) + "\n```" in (DOCS / "map.md").read_text()
     assert (DOCS / "map.svg").read_text() == map_as_svg(nodes), "python -m tests.support.map_cluster"
 
 
@@ -54,6 +57,48 @@ def test_bars_fit_into_the_line_and_are_to_scale(width: int) -> None:
     [half] = [line for line in bars if "team-b/chat" in line]
     left, right = half[half.index("[") + 1 : -1].split("|")
     assert len(left) == len(right)
+
+
+def shared(*gib: int) -> MapCluster:
+    """An H100 of 79 GiB that claims share by memory."""
+    by_memory = SharedMemory(SharingStrategy.TIME_SLICING, 79 * GIB)
+    cluster = MapCluster().gpu("n", 0, shared=by_memory).offers("n", "gpu-0-shared")
+    for number, part in enumerate(gib):
+        cluster.holds(f"team/c{number}", "n", "gpu-0-shared", device_class="gpu-shared", gib=part)
+    return cluster
+
+
+@pytest.mark.parametrize("width", [80, 120, 240])
+def test_claims_of_a_shared_gpu_are_as_wide_as_their_memory(width: int) -> None:
+    [bar] = [line for line in lines(shared(40, 10, 20), width) if line.startswith("gpu-")]
+    large, small, medium, rest = bar[bar.index("[") + 1 : -1].split("|")
+    assert large.startswith("A 40Gi team/c0")
+    assert rest.startswith("+9 GiB")
+    assert len(small) < len(medium) < len(large)
+    assert abs(len(large) - 4 * len(small)) <= 8
+    assert len(bar) <= width
+    image = map_as_svg(shared(40, 10, 20).map())
+    assert "gpu-0-shared (40 GiB): team/c0, gpu-shared" in image
+    assert "offered: gpu-0-shared (9 GiB)" in image
+
+
+def test_many_small_claims_of_a_shared_gpu_have_equal_fields() -> None:
+    bars = [line for line in lines(shared(*[1] * 70), 80) if "[" in line]
+    fields = [field for bar in bars for field in bar[bar.index("[") + 1 : -1].split("|")]
+    assert len(bars) > 1
+    assert max(map(len, bars)) <= 80
+    assert len(fields) == 71
+    assert len({len(field) for field in fields}) == 1
+
+
+@pytest.mark.parametrize("fault", ["XID 79", None])
+def test_memory_of_a_shared_gpu_that_claims_can_not_get_now_is_not_offered(fault: str | None) -> None:
+    by_memory = SharedMemory(SharingStrategy.MPS, 23 * GIB)
+    cluster = MapCluster().gpu("n", 0, "NVIDIA L4", shared=by_memory, fault=fault)
+    cluster.holds("team/a", "n", "gpu-0-shared", device_class="gpu-shared", gib=20)
+    [bar] = [line for line in lines(cluster, 80) if line.startswith("gpu-")]
+    assert bar[bar.index("[") + 1 : -1].split("|")[1].startswith("3 GiB" + ("x" if fault else "."))
+    assert f"{'unavailable' if fault else 'free'}: 3 GiB" in map_as_svg(cluster.map())
 
 
 def crowded() -> MapCluster:

@@ -16,6 +16,7 @@ from deviceclasses.lint.kueue_rules import is_checked, lint_kueue
 from tessera.cli import main
 from tests.support.linting import CLASSES, DRIVER, request
 from tests.support.queue_objects import (
+    CAPACITY_GATE,
     CONFIGURATIONS,
     FULL,
     MEMORY,
@@ -191,3 +192,12 @@ def test_a_configmap_whose_configuration_can_not_be_read_is_a_finding_with_its_p
     assert (finding.document, finding.object) == (3, "ConfigMap kueue")
     assert finding.path.startswith("data[config.yaml]: line 2, column ")
     assert "is not valid YAML" in finding.message
+
+
+@pytest.mark.parametrize(("kind", "severities"), [("counter", ["warning"]), ("capacity", [])])
+def test_a_counter_would_charge_a_part_of_a_shared_gpu_as_a_whole_one(kind: str, severities: list[str]) -> None:
+    answer = findings(
+        configuration(mapping("memory", "gpu-shared", sources=[source(kind, "memory")]), gates=CAPACITY_GATE)
+    )
+    assert [finding.severity.value for finding in answer] == severities
+    assert all("take a capacity source" in finding.message for finding in answer)

@@ -160,6 +160,55 @@ def test_each_pod_gets_devices_or_a_reason(case: str) -> None:
     assert outcome(simulated(objects, "--nodes", "h100-1", code=0 if fits else 1)) == expected
 
 
+def part(name: str, memory: str, **more: Any) -> Object:
+    """A claim for a part of a shared GPU."""
+    amount = {"capacity": {"requests": {"memory": memory}}}
+    return claim(name, {"name": "r", "exactly": {"deviceClassName": "gpu-shared", **amount, **more}})
+
+
+SHARED = ("--nodes", "l4-4", "--shared", "all=time-slicing")
+
+
+def test_claims_share_a_gpu_until_its_memory_is_used_up_and_only_then_the_next() -> None:
+    claims = [
+        part("a", "6Gi"),
+        part("b", "15500Mi"),
+        part("c", "6Gi"),
+        claim("whole", exactly(count=3)),
+        part("d", "24Gi"),
+    ]
+    found = simulated(claims, *SHARED, code=1)
+    assert outcome(found) == {
+        "pod-of-a": ["l4-4-1/r/gpu-0-shared"],
+        "pod-of-b": ["l4-4-1/r/gpu-0-shared"],
+        "pod-of-c": ["l4-4-1/r/gpu-1-shared"],
+        "pod-of-whole": "AllHeld",
+        "pod-of-d": "NothingMatches",
+    }
+    amounts = [
+        device["consumedCapacity"] for each in found["placements"][:3] for device in each["claims"][0]["devices"]
+    ]
+    assert amounts == [{"memory": "6Gi"}, {"memory": "16Gi"}, {"memory": "6Gi"}]
+    held = [(each["gpu"], device["claim"], device["gib"]) for each in found["gpus"] for device in each["held"]]
+    assert held == [("gpu-0", "default/a", 6), ("gpu-0", "default/b", 16), ("gpu-1", "default/c", 6)]
+    text = run(claims, *SHARED).output
+    assert "gpu-0-shared (16Gi)" in text
+    assert "22 of 23 GiB" in text
+
+
+def test_a_shared_gpu_is_not_given_whole_and_a_whole_one_not_shared() -> None:
+    claims = [claim("whole", exactly(count=3)), part("a", "23Gi"), part("b", "1Gi"), claim("late", exactly())]
+    found = simulated(claims, *SHARED, code=1)
+    assert {
+        name: len(devices) if isinstance(devices, list) else devices for name, devices in outcome(found).items()
+    } == {
+        "pod-of-whole": 3,
+        "pod-of-a": 1,
+        "pod-of-b": "AllHeld",
+        "pod-of-late": "AllHeld",
+    }
+
+
 def test_a_selector_that_fails_stops_the_scheduler_and_is_named() -> None:
     own = device_class("own", f'device.attributes["{OURS}"].memoryType.startsWith("HBM")')
     found = simulated([own, claim("a", asked("own"))], "--nodes", "h100-1", code=1)
@@ -187,6 +236,8 @@ def test_the_table_has_devices_and_reasons_and_then_a_picture() -> None:
         ("gpu-inference-1g-6gb", ["--nodes", "a30-4", "--mig-gpus", "all"], 16),
         ("gpu-inference-1g-6gb", ["--nodes", "a30-4", "--mig-gpus", "1"], 4),
         ("gpu-dev", ["--nodes", "h100-1", "--shares", "all=5"], 5),
+        ("gpu-shared=6Gi", ["--nodes", "l4-4", "--shared", "0=mps,1=time-slicing"], 6),
+        ("gpu-shared=100Mi", ["--nodes", "l4-4", "--shared", "0=mps"], 23),
     ],
 )
 def test_a_class_is_filled_until_nothing_fits(device_class: str, options: list[str], count: int) -> None:
@@ -203,6 +254,7 @@ def test_a_class_is_filled_until_nothing_fits(device_class: str, options: list[s
         (["--nodes", "h100-1=x", "--fill", "gpu-training"], "'h100-1=x' is not"),
         (["--nodes", "h100-11", "--fill", "gpu-training"], "h100-11"),
         (["--nodes", "h100-1", "--fill", "gpu-trainin"], "there is no such DeviceClass"),
+        (["--nodes", "h100-1", "--fill", "gpu-shared=much"], "CLASS=MEMORY, such as gpu-shared=6Gi"),
         (["--nodes", "h100-1", "--fill", "gpu-training", "--without", "a/b"], "--without needs --cluster"),
         (["--nodes", "h100-1", "--fill", "gpu-training", "--uncordon", "h100-1-1"], "it is not cordoned"),
         (["--nodes", "h100-1", "--fill", "gpu-training", "--uncordon", "other/gpu-1"], "there is no such node"),

@@ -197,6 +197,15 @@ def test_the_offer_mode_has_its_reason_and_what_the_api_server_drops_is_named(
     assert found(snapshot) == {}
 
 
+def test_a_shared_gpu_is_held_and_offered_until_its_node_closes_it() -> None:
+    held = replace(SOUND, claims=[claim("gpu-0-shared")])
+    assert (
+        result(replace(held, slices=[slice_of([{"name": "gpu-0-shared"}])]), "devices").summary == "1 held, 1 offered"
+    )
+    closed = slice_of([{"name": "gpu-0-shared", "taints": [{"key": "gpu.tessera.dev/not-offered"}]}])
+    assert result(replace(held, slices=[closed]), "devices").summary == "1 held, 0 offered"
+
+
 def test_a_held_device_may_be_unpublished_only_while_nothing_of_its_gpu_is_offered() -> None:
     held = PlanSpec(held=("gpu-0-mig-1g10gb-6 team/train",), publish_held=PublishHeld.BESIDE_OFFERS)
     following = replace(SOUND, claims=[claim("gpu-0-mig-1g10gb-6")], slices=[slice_of([])])

@@ -6,8 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from driver.model.reported_gpus import GpuReport
+from driver.model.shared_memory import SharedMemory, SharingStrategy
 from tessera.usage.advice import Advice, DeviceHistory, ProfileClass, advise, owner_of
+from tessera.usage.peak_usage import parts_of
 from tessera.usage.report import GpuOfNode, GpuSlices
+from tests.support.gpus import gpu_of
 from tests.support.usage_pages import GIB, H100
 
 GPU = GpuOfNode("n", "gpu-0")
@@ -22,14 +26,28 @@ GEOMETRY = [
     ProfileClass(f"gpu-inference-{profile.replace('.', '-')}", profile, slices, compute, memory * GIB)
     for profile, slices, compute, memory in SIZES
 ]
+SHARED = SharedMemory(SharingStrategy.TIME_SLICING, 79 * GIB)
+PARTS = parts_of([GpuReport(gpu_of(H100), 0, shared=SHARED)])
 DAYS = DeviceHistory(
     "team-a", "serve-6b7f8c9d4f-x2x9z", "gpu-training", "none", GPU, 8, 8 * 72, 71, 72, memory=7 * GIB, sm=0.1, dram=0.1
 )
 
 
 def advice(*devices: DeviceHistory, margin: float = 0.2) -> Advice:
-    [found] = advise(devices, {GPU: GpuSlices(H100, 8)}, {H100: GEOMETRY}, margin)
+    [found] = advise(devices, {GPU: GpuSlices(H100, 8)}, {H100: GEOMETRY}, PARTS, margin)
     return found
+
+
+@pytest.mark.parametrize(
+    ("memory", "size"), [(3, "gpu-shared (4Gi)"), (0.1, "gpu-shared (1Gi)"), (15, "gpu-shared (18Gi)"), (17, None)]
+)
+def test_a_part_of_a_shared_gpu_is_compared_with_the_most_memory_that_was_used(memory: float, size: str | None) -> None:
+    requested = next(part for part in PARTS[H100] if part.profile == "20Gi")
+    slices = requested.slices
+    part = replace(DAYS, device_class="gpu-shared", slices=slices, slice_hours=slices * 72, is_part=True)
+    found = advice(replace(part, memory=memory * GIB, sm=None, dram=None))
+    assert found.workload.profile == "20Gi"
+    assert (found.best.device_class if found.best else None) == size
 
 
 @pytest.mark.parametrize(
@@ -107,7 +125,9 @@ def test_what_can_not_be_judged_is_refused_with_the_reason(device: DeviceHistory
 
 def test_what_saves_most_comes_first() -> None:
     small = replace(DAYS, pod="small", slice_hours=8 * 30, measured_hours=30)
-    assert [each.workload.name for each in advise([small, DAYS], {GPU: GpuSlices(H100, 8)}, {H100: GEOMETRY}, 0.2)] == [
+    assert [
+        each.workload.name for each in advise([small, DAYS], {GPU: GpuSlices(H100, 8)}, {H100: GEOMETRY}, PARTS, 0.2)
+    ] == [
         "serve",
         "small",
     ]
