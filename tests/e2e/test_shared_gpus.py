@@ -87,7 +87,8 @@ def test_claims_fill_one_gpu_before_they_open_another(
         places.append(given(in_turn[-1]).split(" "))
     (first, _), (second, _), (third, _), (fourth, amount) = places
     assert first == second != third
-    assert (fourth, amount) == (first, "2Gi"), "an amount is rounded up to whole GiB"
+    assert fourth in {first, third}, "no third GPU is opened"
+    assert amount == "2Gi", "an amount is rounded up to whole GiB"
     large = asking(cluster, "too-large", "80Gi")
     assert "cannot allocate all claims" in large.refused()
     if with_controller:
