@@ -40,6 +40,9 @@ RETURN_SHARE = 0.8
 """A cluster near the limit of GPUs must not change to and fro as nodes come and go."""
 
 
+MAX_NAMED_CLAIMS = 32
+"""Claims of one shared device that a plan names: what matters is that the device is held."""
+
 NO_NODES: Nodes = frozenset()
 
 
@@ -182,6 +185,13 @@ class HeldPublication:
         return max(0.0, min(self._due.values()) - self._clock()) if self._due else None
 
 
+def _held_on(view: NodeView) -> tuple[str, ...]:
+    """What a plan says of held devices, some of which several claims share."""
+    exclusive = (str(held) for device, held in view.held.items() if device not in view.shared)
+    parts = (sorted(map(str, claims))[:MAX_NAMED_CLAIMS] for claims in view.shared.values())
+    return tuple(sorted([*exclusive, *chain.from_iterable(parts)]))
+
+
 class PlanSpecs:
     """The spec of each node's plan, brought up to date at every decision for the nodes that it concerns (pure).
 
@@ -229,7 +239,7 @@ class PlanSpecs:
             uses = view.dedication.gpus
             spec = PlanSpec(
                 epoch=view.status.epoch,
-                held=tuple(sorted({str(held) for held in (*view.held.values(), *chain(*view.shared.values()))})),
+                held=_held_on(view) if view.shared else tuple(sorted(map(str, view.held.values()))),
                 offers=tuple(sorted(map(str, offers_of.get(name, ())))),
                 listed=tuple(sorted(map(str, listed_of.get(name, ())))),
                 withdrawn=tuple(sorted(withdrawn_of.get(view.pool, ()))),

@@ -249,7 +249,8 @@ def examples() -> Iterator[Any]:
     for file in sorted((PROJECT / "deploy" / "examples").glob("*.yaml")):
         for template in yaml.safe_load_all(file.read_text()):
             if template["kind"] == "ResourceClaimTemplate":
-                marks = [pytest.mark.needs("consumable capacity")] if "distinctAttribute" in str(template) else []
+                is_newer = any(field in str(template) for field in ("distinctAttribute", "'capacity'"))
+                marks = [pytest.mark.needs("consumable capacity")] if is_newer else []
                 yield pytest.param(template, id=file.stem, marks=marks)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from controller.demand.feasibility import Feasibility
 from controller.demand.requirements import DeviceRequest
-from controller.demand.selected_devices import Met, Selector, SelectorFailure
+from controller.demand.selected_devices import Selector, SelectorFailure
 from controller.explain.reason import Reason, ReasonCode
 from controller.explain.sources.selected_gpus import listed
 from deviceclasses.cel.engine import Program, try_compile
@@ -18,6 +18,7 @@ from deviceclasses.lint.selectors.selector_rules import is_known_value, mistakes
 from driver.config.suggestions import meant
 from driver.model.device import Device
 from driver.model.offer import DeviceKind
+from driver.model.shared_memory import GIB
 from driver.slices.attributes import NO_PROFILE, attributes, capacity
 
 EQUAL = re.compile(r"(\w+)\s*==\s*\"([^\"]*)\"")
@@ -63,7 +64,10 @@ def selected_nowhere(feasibility: Feasibility, request: DeviceRequest) -> Reason
     name, selector = request.name, request.selector
     first = next((failure for matches, _ in selector.among(feasibility.fleet) for failure in matches.failures), None)
     if first is None:
-        sentence = f"request {name}: {_no_match(feasibility, request)}"
+        met = selector.met(feasibility.fleet, _conditions(selector))
+        # Only the amount, rounded up, is too much.
+        shared = [device for device, verdicts in met if device.shared and all(verdicts)]
+        sentence = f"request {name}: {_too_much(selector, shared) if shared else _no_match(feasibility, request)}"
         return Reason(ReasonCode.NOTHING_MATCHES, sentence, permanent=True)
     driver = feasibility.matching.driver
     remedies = mistakes(selector.expressions, driver) or [remedy(first.device.kind, first.message)]
@@ -75,16 +79,18 @@ def selected_nowhere(feasibility: Feasibility, request: DeviceRequest) -> Reason
     return Reason(ReasonCode.SELECTOR_FAILS, sentence, permanent=True)
 
 
+def _conditions(selector: Selector) -> list[str]:
+    return list(dict.fromkeys(part for expression in selector.expressions for part in conditions_of(expression)))
+
+
 def _no_match(feasibility: Feasibility, request: DeviceRequest) -> str:
     """Which condition excludes all devices, or all that meet the other ones; and what there is."""
     driver, selector = feasibility.matching.driver, request.selector
-    conditions = list(dict.fromkeys(part for expression in selector.expressions for part in conditions_of(expression)))
+    conditions = _conditions(selector)
     met = selector.met(feasibility.fleet, conditions)
     if not met:
         texts = " and ".join(selector.expressions)
         return f"no device of the cluster's {len(feasibility.fleet.gpus)} GPUs is selected by {texts}"
-    if any(all(verdicts) for _, verdicts in met):
-        return _rounded_up(selector, met)
     culprit, others = _contradiction([verdicts for _, verdicts in met])
     wrong = mistakes(selector.expressions, driver)
     condition = brief(conditions[culprit], driver)
@@ -104,11 +110,9 @@ def _no_match(feasibility: Feasibility, request: DeviceRequest) -> str:
         there = f": the driver of Tessera's devices is {driver}"
     among = " and ".join(brief(conditions[index], driver) for index in others)
     if (least := AT_LEAST.fullmatch(condition)) and values.get(least["name"]):
-        largest = max(values[least["name"]], key=_size)
-        asked = f"{least['name']} {'of more than' if least['than'] == '>' else 'of at least'} {least['amount']}"
-        together = f" together with {among}" if others else ""
-        products = listed(sorted(values[least["name"]][largest]))
-        return f"{asked}: no device has it{together}; the largest is {largest} ({products}){hint}"
+        if selector.memory is not None and all(device.shared for device in devices):
+            return _too_much(selector, devices)
+        return _too_small(least, values, f" together with {among}" if others else "") + hint
     if others:
         return f"none of the devices with {among} is selected by {condition}{there}{hint}"
     if (equal := EQUAL.fullmatch(condition)) and values.get(equal[1]):
@@ -117,11 +121,20 @@ def _no_match(feasibility: Feasibility, request: DeviceRequest) -> str:
     return f"no device of the cluster's {len(feasibility.fleet.gpus)} GPUs is selected by {condition}{there}{hint}"
 
 
-def _rounded_up(selector: Selector, met: Met) -> str:
-    """The sentence where shared devices meet all conditions, and only the amount that is asked of them is too much."""
-    largest = max(device.shared.gib for device, verdicts in met if device.shared and all(verdicts))
-    asked = f"memory {selector.memory}, rounded up to whole GiB"
-    return f"{asked}: no shared GPU has so much; the largest has {largest} GiB for claims"
+def _too_much(selector: Selector, devices: Sequence[Device]) -> str:
+    """The sentence where more memory of a shared GPU is asked for than any of ``devices`` has, which are the others."""
+    largest = max((device for device in devices if device.shared), key=lambda device: device.memory_bytes)
+    room = largest.memory_bytes // GIB
+    asked = f"memory {selector.memory} (rounded up to whole GiB)"
+    return f"{asked}: no shared GPU has so much; the largest has {room} GiB for claims ({largest.gpu.product_name})"
+
+
+def _too_small(least: re.Match[str], values: Mapping[str, Mapping[str, set[str]]], together: str) -> str:
+    """The sentence where no device has as much of a capacity as ``least`` compares it with."""
+    largest = max(values[least["name"]], key=_size)
+    asked = f"{least['name']} {'of more than' if least['than'] == '>' else 'of at least'} {least['amount']}"
+    products = listed(sorted(values[least["name"]][largest]))
+    return f"{asked}: no device has it{together}; the largest is {largest} ({products})"
 
 
 def _contradiction(met: Sequence[tuple[bool, ...]]) -> tuple[int, list[int]]:

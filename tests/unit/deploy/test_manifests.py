@@ -17,6 +17,7 @@ from deviceclasses.cel.engine import Program, compile_selector, from_slice_devic
 from driver.config.opaque_parameters import GpuConfig, MigDeviceConfig, ShareConfig, parse_parameters
 from driver.hardware.gpu_properties import known_memory
 from driver.model.device import Monitor, devices_of
+from driver.model.offer import DeviceKind
 from driver.model.shared_memory import SharedMemory, SharingStrategy
 from driver.simulator.products import Product, find_product, product_names
 from driver.slices.build import PublishedGpu, SliceBuilder
@@ -319,3 +320,12 @@ class TestTheDocs:
     @pytest.mark.parametrize("kind", [GpuConfig, MigDeviceConfig, ShareConfig])
     def test_name_every_kind_of_parameters(self, kind: type[GpuConfig | MigDeviceConfig | ShareConfig]) -> None:
         assert f"| `{kind.__name__}` |" in DOCS
+
+
+def test_the_api_server_takes_a_plan_with_any_offer() -> None:
+    [crd] = [item for item in rendered() if item["kind"] == "CustomResourceDefinition"]
+    spec = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
+    pattern = re.compile(spec["offers"]["items"]["pattern"])
+    devices = devices_of(gpu_of(), 0, 4, shared=SharedMemory(SharingStrategy.MPS, 80 << 30))
+    assert {device.kind for device in devices} == set(DeviceKind)
+    assert [str(device.offer) for device in devices if not pattern.search(str(device.offer))] == []

@@ -12,7 +12,7 @@ from controller.cluster.claim_index import ClaimIndex, PoolDevice
 from controller.cluster.fleet import FleetGpu
 from controller.cluster.node_views import NodeView
 from controller.cluster.unheld_devices import UnheldDevices
-from controller.decision.write_and_evict import Asked, PlanSpecs
+from controller.decision.write_and_evict import MAX_NAMED_CLAIMS, Asked, PlanSpecs
 from driver.kube.types import Claim, GpuNodePlan, PlanMetadata
 from driver.model.offer import SHARED, Offer, Spot
 from driver.model.plan import COUNTERS_FIELD, OfferMode, PlanMode, PlanSpec, PlanStatus, PublishHeld
@@ -173,3 +173,11 @@ def test_the_plan_names_every_claim_of_a_held_device() -> None:
     assert specs.specs["n"].held == (f"{DEVICE} team/a", f"{DEVICE} team/b")
     assert specs.specs["n"].offers == ("n/0/shared",)
     assert specs.specs["n"].held_devices == {DEVICE}
+
+
+def test_a_plan_names_so_few_claims_of_a_device_that_the_api_server_takes_it() -> None:
+    claims = [claim(f"c{number:02}", shared_result("n", 0, "1Gi")) for number in range(80)]
+    seen, specs = view(index_of(*claims)), PlanSpecs()
+    asked = Asked(OfferMode.COUNTERS, frozenset(), frozenset(), frozenset())
+    specs.update([seen], changes([seen]), fleet_of(seen), asked, {"n": PublishHeld.ALWAYS})
+    assert specs.specs["n"].held == tuple(f"{DEVICE} team/c{number:02}" for number in range(MAX_NAMED_CLAIMS))

@@ -45,13 +45,13 @@ def test_where_too_little_is_left_the_fullest_gpu_that_has_most_is_named(
         pytest.param(
             [shared_gpu("a", 0, 6)],
             memory("100Gi"),
-            "memory of at least 100Gi: no device has it; the largest is 82432Mi",
+            "memory 100Gi (rounded up to whole GiB): no shared GPU has so much; the largest has 80 GiB for claims",
             id="more than the largest",
         ),
         pytest.param(
             [shared_gpu("a", 0)],
             memory(f"{80 * 1024 + 1}Mi"),
-            "memory 81921Mi, rounded up to whole GiB: no shared GPU has so much; the largest has 80 GiB for claims",
+            "memory 81921Mi (rounded up to whole GiB): no shared GPU has so much; the largest has 80 GiB for claims",
             id="more than the largest once it is rounded up",
         ),
         pytest.param(
