@@ -220,7 +220,7 @@ class NodePlugin:
         nodes, driver_files = self._host.nodes, self._driver_files
         outdated = OutdatedClaims(settings.state_dir, stores.boot)
         self._node_checks = NodeChecks(nodes, driver_files, stores, self._health, specs.failure, self._events, outdated)
-        memory = MemoryWatch(stores, self._preparer.gpu_settings.memory, self._reader, self._events)
+        memory = MemoryWatch(stores, self._preparer.gpu_settings, self._reader, self._events)
         followers = (self._node_checks, self._reconciler, self._health, hardware, memory)
         give_way = self._background.activity.wait_idle(SCAN_DELAY_SECONDS)
         self._scan_loop = ScanLoop(self._scanner, stores.inventory, followers, self._changes, give_way)

@@ -36,7 +36,7 @@ class NodeStep(StrEnum):
     CREATE_GPU_INSTANCE = "create-gpu-instance"
     CREATE_COMPUTE_INSTANCE = "create-compute-instance"
     SET_TIME_SLICE = "set-time-slice"
-    SET_MEMORY_LIMIT = "set-memory-limit"
+    SET_MEMORY_LIMIT = "set-memory-limit"  # by cgroup, or by MPS with its compute mode and daemon
     WRITE_CDI_SPEC = "write-cdi-spec"
     WRITE_PREPARED = "write-prepared"
 

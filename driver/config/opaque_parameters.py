@@ -170,11 +170,11 @@ def translate(theirs: Strict, device: DeviceKind | None) -> AnyParameters:
     return ShareConfig(ours) if device is DeviceKind.SHARE else GpuConfig(ours)
 
 
-def contradictions(parsed: Strict, device: DeviceKind) -> list[Fault]:
+def contradictions(parsed: SharedConfig | NvidiaGpuConfig, device: DeviceKind) -> list[Fault]:
     """What ``parsed`` says that can't be together, or not on this kind of device."""
     if isinstance(parsed, SharedConfig):
         return _unfitting(parsed.strategy, "", mps=parsed.mps, timeSlicing=parsed.time_slicing)
-    sharing = parsed.sharing if isinstance(parsed, NvidiaGpuConfig) else None
+    sharing = parsed.sharing
     if sharing is None:
         return []
     if device is DeviceKind.SHARED:
@@ -223,8 +223,10 @@ def parse_parameters(raw: object, where: str, device: DeviceKind | None = None) 
         parsed = None
     if parsed is None:
         raise InvalidParameters(where, [*faults, *(faults_of(model, settings) if model else [])])
-    if device is not None and (contrary := contradictions(parsed, device)):
-        raise InvalidParameters(where, contrary)
+    if device is not None and isinstance(parsed, SharedConfig | NvidiaGpuConfig):
+        contrary = contradictions(parsed, device)
+        if contrary:
+            raise InvalidParameters(where, contrary)
     return parsed if isinstance(parsed, AnyParameters) else translate(parsed, device)
 
 

@@ -118,7 +118,8 @@ GPU_ANSWER_TIMEOUT_SECONDS = 15.0
 class Host(MigOperations):
     """A node with GPUs, in one NVML session.
 
-    ``paths``: where its files are. ``nodes``: its device nodes. ``memory_limits``: limits on the memory of cgroups.
+    ``paths``: where its files are; ``driver_root``: where this process sees the driver's. ``nodes``: its device nodes.
+    ``memory_limits``: limits on the memory of cgroups.
     Every method raises HardwareError; none keeps a lock between calls. Callers serialise the methods that change a GPU
     (those that return a Partition or None) for each GPU; different GPUs may be used from several threads at once.
     """
@@ -126,14 +127,13 @@ class Host(MigOperations):
     def __init__(self, nvml: Any, paths: HostPaths, *, simulated: bool, driver_root: Path = HOST) -> None:
         """Start the session. Raises DriverMissing where NVML is missing or refuses to start."""
         super().__init__(nvml)
-        self.paths = paths
-        self._simulated = simulated
+        self.paths, self.driver_root, self.simulated = paths, paths.here(str(driver_root)), simulated
         self.nodes = DeviceNodes(paths, driver_root)
         self.memory_limits = CgroupMemoryLimits(nvml, paths, self._handle)
         self._events = Events(nvml)
         self._timeouts = TimeoutRunner(GPU_ANSWER_TIMEOUT_SECONDS)
         # The simulator's tool is a script; the file in the place of NVML's library can't be loaded.
-        self._time_slice = TimeSliceTool(paths.here(str(driver_root)), needs_library=not simulated)
+        self._time_slice = TimeSliceTool(self.driver_root, needs_library=not simulated)
         try:
             nvml.nvmlInit()
         except pynvml.NVMLError as error:
@@ -178,12 +178,12 @@ class Host(MigOperations):
 
     def _read(self, index: int) -> tuple[Any, Gpu]:
         handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
-        return handle, read_gpu(self._nvml, handle, index, self.paths.root, simulated=self._simulated)
+        return handle, read_gpu(self._nvml, handle, index, self.paths.root, simulated=self.simulated)
 
     def read_again(self, gpu: Gpu) -> Gpu:
         """The properties of ``gpu`` as they are now; without its NVLink clique, for which all GPUs must be read."""
         with nvml_call(f"reading the properties of {gpu.uuid}"):
-            return read_gpu(self._nvml, self._handle(gpu), gpu.index, self.paths.root, simulated=self._simulated)
+            return read_gpu(self._nvml, self._handle(gpu), gpu.index, self.paths.root, simulated=self.simulated)
 
     def reading_answers(self, gpu: Gpu) -> list[NvmlAnswer]:
         """How NVML's reading functions answer for ``gpu``."""

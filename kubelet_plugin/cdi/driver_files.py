@@ -50,9 +50,8 @@ PROGRAMS = (
     "nvidia-smi",
     "nvidia-debugdump",
     "nvidia-persistenced",
-    "nvidia-cuda-mps-control",
-    "nvidia-cuda-mps-server",
 )
+"""Those of MPS are not among them: with its control program a container could end the programs of others."""
 
 FIRMWARE = ("*/gsp*.bin",)
 FIRMWARE_DIRECTORIES = ("lib/firmware/nvidia", "usr/lib/firmware/nvidia")

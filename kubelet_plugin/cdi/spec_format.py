@@ -6,7 +6,7 @@ Source: Container Device Interface specification 0.5 (device names that start wi
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -14,6 +14,7 @@ import msgspec
 from driver.errors import StateError
 from driver.hardware.device_nodes import DeviceNode
 from kubelet_plugin.cdi.driver_files import CUDA, DriverFiles
+from kubelet_plugin.mps.client import MpsAccess
 
 CDI_VERSION = "0.5.0"
 CLASS = "claim"
@@ -35,7 +36,7 @@ class CdiDevice:
 
     ``shares`` is the number of shares of the GPU; 1 if the device is not a share. ``gib``: what the claim has of a
     shared device, of which ``name`` ends with the share's id; 0 for other devices. ``memory_limit``: bytes to which
-    NVIDIA's hook limits the container's own cgroup; None: it is not called.
+    NVIDIA's hook limits the container's own cgroup; None: it is not called. ``mps``: of a GPU that is shared by MPS.
     """
 
     name: str
@@ -44,6 +45,11 @@ class CdiDevice:
     shares: int = 1
     gib: int = 0
     memory_limit: int | None = None
+    mps: MpsAccess | None = None
+
+    def with_mps(self, access: MpsAccess | None) -> CdiDevice:
+        """This device with its access to the MPS daemon; None: it has none."""
+        return self if access is None else replace(self, mps=access)
 
     @property
     def env(self) -> list[str]:
@@ -51,7 +57,8 @@ class CdiDevice:
         shared device ``TESSERA_MEMORY_...`` with the memory."""
         env = [f"{variable(self.name)}={self.uuid}"]
         env += [f"{variable(self.name, 'SHARES')}={self.shares}"] if self.shares > 1 else []
-        return [*env, f"{variable(self.name, 'MEMORY')}={self.gib}Gi"] if self.gib else env
+        env += [f"{variable(self.name, 'MEMORY')}={self.gib}Gi"] if self.gib else []
+        return env if self.mps is None else [*env, *(f"{name}={text}" for name, text in self.mps.environment.items())]
 
 
 def variable(device: str, about: str = "DEVICE") -> str:
@@ -85,6 +92,11 @@ class SpecFormat:
             }
             for device in devices
         ]
+        for device_spec, device in zip(claimed, devices, strict=True):
+            if device.mps is not None:
+                # Read-only: a program must not replace the socket of a directory that all claims of the GPU have.
+                paths = {"hostPath": device.mps.host_path, "containerPath": device.mps.container_path}
+                device_spec["containerEdits"]["mounts"] = [{**paths, "options": MOUNT_OPTIONS}]
         if self._memory_hook and any(device.memory_limit is not None for device in devices):
             _add_memory_hooks(claimed, devices, self._memory_hook)
         spec = {"cdiVersion": CDI_VERSION, "kind": self._kind, "devices": claimed}

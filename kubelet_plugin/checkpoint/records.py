@@ -17,7 +17,7 @@ import msgspec
 from driver.errors import EnvironmentFault, StateError
 from driver.model.device import Device
 from driver.model.gpu import Partition, Placement
-from driver.model.gpu_settings import TimeSlice, time_slice_in_force
+from driver.model.gpu_settings import ComputeMode, TimeSlice, time_slice_in_force
 from driver.model.offer import DeviceKind
 from driver.model.shared_memory import MemoryLimit, SharingStrategy
 from kubelet_plugin.checkpoint.files import TEMPORARY, remove, write_atomically
@@ -73,6 +73,12 @@ class DeviceRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tr
 
     limit: MemoryLimit = MemoryLimit.NONE
     """Of a shared device: what holds the claim to its memory."""
+
+    threads: int | None = None
+    """Of a GPU shared by MPS: the percentage of its threads that the claim requests."""
+
+    compute_mode: ComputeMode | None = None
+    """Of a GPU shared by MPS: the mode that it had before its first claim."""
 
     @property
     def key(self) -> str:
@@ -212,16 +218,7 @@ class ClaimRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
         return frozenset(device.gpu_uuid for device in self.devices)
 
 
-def device_record(
-    device: Device,
-    pool: str,
-    requests: tuple[str, ...],
-    number: int,
-    *,
-    preexisting: bool = False,
-    time_slice: TimeSlice | None = None,
-    share_id: str = "",
-) -> DeviceRecord:
+def device_record(device: Device, pool: str, requests: tuple[str, ...], number: int, **fields: Any) -> DeviceRecord:
     return DeviceRecord(
         requests=requests,
         pool=pool,
@@ -233,13 +230,11 @@ def device_record(
         profile_id=device.profile.id if device.profile else None,
         start=device.placement.start if device.placement else None,
         size=device.placement.size if device.placement else None,
-        preexisting=preexisting,
         shares=device.shares,
-        time_slice=time_slice,
-        share_id=share_id,
         gib=device.spot.at if device.shared else 0,
         strategy=device.shared.strategy if device.shared else None,
         limit=device.shared.limit if device.shared else MemoryLimit.NONE,
+        **fields,
     )
 
 

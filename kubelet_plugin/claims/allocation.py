@@ -9,20 +9,23 @@ from typing import NamedTuple
 
 import msgspec
 
-from driver.config.opaque_parameters import FITTING, AnyParameters, parse_parameters
+from driver.config.opaque_parameters import FITTING, AnyParameters, SharedConfig, parse_parameters
 from driver.errors import ClaimError, HardwareError
 from driver.kube.tolerant_json import decode
 from driver.kube.types import Claim, Configuration, Result
 from driver.model.device import Device, merged
 from driver.model.gpu_settings import TimeSlice
 from driver.model.offer import SHARED, DeviceKind, Spot
-from driver.model.shared_memory import MEMORY_CAPACITY, SharedMemory, gib_of
+from driver.model.shared_memory import MEMORY_CAPACITY, SharedMemory, SharingStrategy, gib_of
 from driver.placement.occupancy import overlap
 from driver.slices.slice_names import Pool
 from kubelet_plugin.checkpoint.records import MonitorRecord, device_key
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 
 FROM_CLASS = "FromClass"
+
+STRATEGIES = {SharingStrategy.MPS: "MPS", SharingStrategy.TIME_SLICING: "TimeSlicing"}
+"""How parameters write them."""
 
 JSON_DECODER = msgspec.json.Decoder()
 
@@ -31,8 +34,9 @@ JSON_DECODER = msgspec.json.Decoder()
 class AllocatedDevice:
     """One device allocated to the claim, and the requests it serves (base names, without subrequest).
 
-    ``time_slice`` is the interval that its effective parameters request; None: they request none. ``share_id`` is the
-    scheduler's name of the part of a shared device that this is; empty for other devices. ``key`` is as in its record.
+    ``time_slice`` is the interval that its effective parameters request, ``threads`` the percentage of threads; None:
+    they request none. ``share_id`` is the scheduler's name of the part of a shared device that this is; empty for other
+    devices. ``key`` is as in its record.
     """
 
     device: Device
@@ -40,6 +44,7 @@ class AllocatedDevice:
     time_slice: TimeSlice | None = None
     share_id: str = ""
     key: str = ""
+    threads: int | None = None
 
 
 class ResolvedClaim(NamedTuple):
@@ -87,8 +92,12 @@ def resolve(reference: ClaimReference, claim: Claim, pool: Pool, inventory: Inve
             share_id,
             key,
         )
+        if isinstance(effective, SharedConfig):
+            where = f"claim {reference}, request {request}"
+            allocated[key] = _with_shared_config(allocated[key], effective, where)
     if len(allocated) > 1:
         _refuse_shares_of_one_gpu(reference, allocated.values(), pool.driver)
+        _refuse_mps_of_several_gpus(reference, allocated.values(), pool.driver)
     monitors = _monitors(reference, monitoring, pool, inventory) if monitoring else ()
     if not any(share_ids):
         return ResolvedClaim(list(allocated.values()), monitors)
@@ -230,6 +239,34 @@ def _refuse_shares_of_one_gpu(reference: ClaimReference, devices: Iterable[Alloc
                 "shares, if that is too little), a partition or a full GPU; for shares of different GPUs add the "
                 f"constraint distinctAttribute: {driver}/parentUUID"
             )
+
+
+def _with_shared_config(allocated: AllocatedDevice, config: SharedConfig, where: str) -> AllocatedDevice:
+    """``allocated`` with what ``config`` says for the way in which its GPU is shared. Raises ClaimError."""
+    shared = allocated.device.shared
+    if shared is None:
+        return allocated
+    if config.strategy not in (None, STRATEGIES[shared.strategy]):
+        raise ClaimError(
+            f"{where}: SharedConfig strategy is {config.strategy}, and claims share {allocated.device.name} by "
+            f"{STRATEGIES[shared.strategy]}: leave strategy out, or select a GPU that the node's setting shared has as "
+            "the claim needs it"
+        )
+    if shared.strategy is SharingStrategy.MPS:
+        return replace(allocated, time_slice=None, threads=config.mps.active_thread_percentage if config.mps else None)
+    return allocated
+
+
+def _refuse_mps_of_several_gpus(reference: ClaimReference, devices: Iterable[AllocatedDevice], driver: str) -> None:
+    """A program has one MPS daemon, which serves one GPU."""
+    by_mps = [d for d in devices if d.device.shared is not None and d.device.shared.strategy is SharingStrategy.MPS]
+    if len({allocated.device.gpu.uuid for allocated in by_mps}) > 1:
+        names = " and ".join(dict.fromkeys(allocated.device.name for allocated in by_mps))
+        raise ClaimError(
+            f"claim {reference}: {names} are shared by MPS, through which a program can use one GPU: request one "
+            "device, with the sum of the memory; for several GPUs use full GPUs or partitions; for two parts of one "
+            f"GPU add the constraint matchAttribute: {driver}/parentUUID"
+        )
 
 
 def refuse_unusable(reference: ClaimReference, allocated: Sequence[AllocatedDevice], inventory: Inventory) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from driver.errors import RecoverableError
 from driver.hardware.cgroups.memory_limits import CgroupMemoryLimits
@@ -13,8 +14,12 @@ from driver.hardware.host import Host
 from driver.model.gpu import Gpu
 from driver.model.shared_memory import GIB, MemoryLimit, SharingStrategy
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, DeviceRecord
+from kubelet_plugin.claims.compute_modes import ComputeModes
 from kubelet_plugin.claims.memory_limits import PodMemory, PodMemoryLimits, PodShare, memory_by_pod
+from kubelet_plugin.claims.mps_shares import MpsShares
 from kubelet_plugin.claims.time_slices import TimeSlices
+from kubelet_plugin.mps.client import MpsAccess, MpsClient
+from kubelet_plugin.mps.protocol import DIRECTORY
 from kubelet_plugin.step_names import StepRunner
 
 log = logging.getLogger(__name__)
@@ -91,22 +96,31 @@ class GpuSettingsOfClaims:
 
     time_slices: TimeSlices
     memory: ClaimMemory
+    mps: MpsShares
 
     @classmethod
-    def of(cls, host: Host, checkpoint: Checkpoint, steps: StepRunner) -> GpuSettingsOfClaims:
-        """``checkpoint`` has the records of all claims."""
+    def of(
+        cls, host: Host, checkpoint: Checkpoint, steps: StepRunner, mps_directory: Path = Path(DIRECTORY)
+    ) -> GpuSettingsOfClaims:
+        """``checkpoint`` has the records of all claims; ``mps_directory`` the socket of the MPS daemons' process."""
         limits = PodMemoryLimits(host.memory_limits, PodCgroups(host.paths), steps)
-        return cls(TimeSlices(host, checkpoint, steps), ClaimMemory(limits, checkpoint))
+        client = MpsClient(mps_directory, host.driver_root, needs_library=not host.simulated)
+        mps = MpsShares(ComputeModes(host), client, checkpoint, steps)
+        return cls(TimeSlices(host, checkpoint, steps), ClaimMemory(limits, checkpoint), mps)
 
-    def apply(self, gpu: Gpu, record: ClaimRecord) -> None:
-        """Set on ``gpu`` what ``record`` needs. Raises HardwareError, StateError."""
+    def apply(self, gpu: Gpu, record: ClaimRecord) -> Mapping[str, MpsAccess]:
+        """Set on ``gpu`` what ``record`` needs; returns what containers get of MPS, by key of the device.
+
+        Raises HardwareError, MpsError, StateError.
+        """
         self.time_slices.apply(gpu, record)
         self.memory.apply(gpu, record)
+        return self.mps.apply(gpu, record)
 
     def release(self, gpu: Gpu, record: ClaimRecord) -> None:
         """Set ``gpu`` as it is without ``record``. Raises HardwareError, StateError once all was tried."""
         failures: list[RecoverableError] = []
-        for release in (self.memory.release, self.time_slices.release):
+        for release in (self.mps.release, self.memory.release, self.time_slices.release):
             try:
                 release(gpu, record)
             except RecoverableError as error:

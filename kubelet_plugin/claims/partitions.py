@@ -18,6 +18,7 @@ from driver.model.device import Device
 from driver.model.gpu import Gpu, MigMode, Partition, Placement, Profile
 from driver.model.gpu_settings import ComputeMode
 from driver.model.offer import DeviceKind
+from driver.model.shared_memory import SharingStrategy
 from kubelet_plugin.changes import GpuChange, HardwareOutcomes
 from kubelet_plugin.checkpoint.records import DeviceRecord
 from kubelet_plugin.inventory.inventory import Inventory
@@ -199,6 +200,8 @@ class Partitions:
         return HardwareError(f"{error}; on the node: lsof {' '.join(paths)}", error.code)
 
     def _check_shareable(self, device: Device) -> None:
+        if device.shared is not None and device.shared.strategy is SharingStrategy.MPS:
+            return  # MpsShares sets the mode
         mode = self.host.compute_mode(device.gpu)
         if mode is not ComputeMode.DEFAULT:
             raise HardwareError(

@@ -292,6 +292,8 @@ class Preparer:
                 preexisting=stores.inventory.is_preexisting(item.device),
                 time_slice=item.time_slice,
                 share_id=item.share_id,
+                threads=item.threads,
+                compute_mode=self.gpu_settings.mps.mode_to_restore(item.device) if item.share_id else None,
             )
             for item in allocated.devices
         ]
@@ -354,7 +356,8 @@ class Preparer:
             devices.append(CdiDevice(monitor.device, monitor.gpu_uuid, nodes))
         for gpu in {item.device.gpu.uuid: item.device.gpu for item in allocated}.values():
             if any(entry.time_slice or entry.gib for entry in record.devices):
-                self.gpu_settings.apply(gpu, record)
+                access = self.gpu_settings.apply(gpu, record)
+                devices = [device.with_mps(access.get(device.name)) for device in devices]
         with self._step(NodeStep.WRITE_CDI_SPEC, claim=record):
             spec_written = stores.cdi.write(record.uid, devices, reserved=not was_prepared)
         prepared = replace(record, phase="prepared", devices=tuple(entries.values()), boot=stores.boot, releasing=False)

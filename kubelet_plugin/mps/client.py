@@ -61,9 +61,9 @@ def protocol_for(driver_version: str) -> int:
     return NAMESPACES if branch.isdecimal() and int(branch) >= NAMESPACES_SINCE else LEGACY
 
 
-def namespace_of(claim_uid: str, share_id: str = "") -> str:
-    """The name of a claim's namespace; ``share_id`` tells several shares of one claim on one GPU apart."""
-    return "_".join(part.replace("-", "_").lower() for part in (claim_uid, share_id) if part)
+def namespace_of(share_id: str) -> str:
+    """The name of the namespace of a claim's part of a GPU: a claim may have several."""
+    return share_id.replace("-", "_").lower()
 
 
 def largest(shares: Iterable[MpsShare]) -> MpsShare:
@@ -76,7 +76,8 @@ def largest(shares: Iterable[MpsShare]) -> MpsShare:
 def lost_gpus(before: Sequence[DaemonState], now: Sequence[DaemonState]) -> dict[str, str]:
     """The GPUs whose clients have failed between two calls of ``daemons``, and why.
 
-    A daemon or a server that ran does not run any more, whether another runs in its place or not.
+    A daemon or a server that ran does not run any more, whether another runs in its place or not. A server that serves
+    one user only ends when another user's turn comes.
     """
     present = {state.gpu: state for state in now}
     lost: dict[str, str] = {}
@@ -84,7 +85,7 @@ def lost_gpus(before: Sequence[DaemonState], now: Sequence[DaemonState]) -> dict
         after = present.get(state.gpu, DaemonState(state.gpu))
         if state.pid and after.pid != state.pid:
             lost[state.gpu] = f"MPS control daemon {state.pid} has ended"
-        elif after.answers and (gone := sorted(set(state.servers) - set(after.servers))):
+        elif after.answers and after.multi_user and (gone := sorted(set(state.servers) - set(after.servers))):
             lost[state.gpu] = f"MPS server {', '.join(map(str, gone))} has ended"
     return lost
 
@@ -100,13 +101,18 @@ class MpsClient:
         self._directory, self._driver_root = directory, driver_root
         self._needs_library = needs_library and driver_root != HOST
 
-    def daemons(self) -> list[DaemonState]:
-        """What runs, for recovery and for ``lost_gpus``."""
-        answer = self._ask("status")
+    def has_directory(self, gpu: str) -> bool:
+        """Whether a GPU (UUID) may have a daemon, without a request."""
+        return Path(gpu_directory(str(self._directory), gpu)).exists()
+
+    def daemons(self, gpu: str = "") -> list[DaemonState]:
+        """What runs, for recovery and for ``lost_gpus``; of one ``gpu`` (UUID) or of all."""
+        answer = self._ask("status", gpu=gpu)
         try:
-            return [daemon_state(fields) for fields in answer["daemons"]]
+            states = [daemon_state(fields) for fields in answer["daemons"]]
         except (LookupError, TypeError, ValueError) as error:
             raise self._unreadable(error) from error
+        return [state for state in states if gpu in ("", state.gpu)]
 
     def ensure_daemon(self, gpu: str, protocol: int, uid: int | None = None) -> DaemonState:
         """Start the daemon of a GPU (UUID) unless it runs.

@@ -73,7 +73,7 @@ class ControlDaemons:
         }
         name = str(request["request"])
         if name == "status":
-            return {"daemons": [state._asdict() for state in self.states()]}
+            return {"daemons": [state._asdict() for state in self.states(str(request.get("gpu") or ""))]}
         if name not in handlers:
             raise ControlError(f"request {name!r} is not known; accepted: status, {', '.join(handlers)}")
         gpu = str(request["gpu"])
@@ -82,12 +82,15 @@ class ControlDaemons:
         with self._locks.setdefault(gpu_directory(self._base, gpu), threading.Lock()):
             return handlers[name](request)
 
-    def states(self) -> list[DaemonState]:
-        """What is in the directory of each GPU. A daemon that gives no answer has no servers and no namespaces."""
+    def states(self, gpu: str = "") -> list[DaemonState]:
+        """What is in the directory of each GPU, or of ``gpu`` (UUID).
+
+        A daemon that gives no answer has no servers and no namespaces.
+        """
         states = []
         for name in sorted(os.listdir(self._base)):  # noqa: PTH208
             record = _read(f"{self._base}/{name}")
-            if record is not None:
+            if record is not None and gpu in ("", record.gpu):
                 with self._locks.setdefault(f"{self._base}/{name}", threading.Lock()):
                     states.append(self._state(record))
         return states

@@ -6,7 +6,8 @@ do not know and read missing ones as their default, so that a side works with on
 lower: the pods of the MPS daemons are updated by hand, long after the node plugins. A change of the meaning of a
 field, or a field that is necessary, needs a new version.
 
-    status                                          ``daemons``: what is in each directory, see DaemonState
+    status gpu                                      ``daemons``: what is in each directory, or in that of the GPU, see
+                                                    DaemonState
     start  gpu program library protocol uid         start the GPU's daemon unless it runs; ``daemon``
     limit  gpu namespace memory threads             set the limits (MiB, percent): of the namespace (protocol 3), or
                                                     of all servers of the daemon (protocol 2)

@@ -14,8 +14,9 @@ from driver.model.shared_memory import GIB
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.allocation import pods_of
-from kubelet_plugin.claims.claim_memory import ClaimMemory, is_limited
+from kubelet_plugin.claims.claim_memory import GpuSettingsOfClaims, is_limited
 from kubelet_plugin.claims.claim_stores import ClaimStores
+from kubelet_plugin.claims.mps_shares import parts_by_mps
 from kubelet_plugin.claims.preparer import ClaimReader
 from kubelet_plugin.status.events import EventReason, PluginEvents
 
@@ -26,7 +27,8 @@ PODS_INTERVAL_SECONDS = 60.0
 
 
 class MemoryWatch:
-    """Sets limits again that a reload of the driver has lost, and for pods that began to use a claim later.
+    """Sets limits again that a reload of the driver has lost, and for pods that began to use a claim later. Starts MPS
+    daemons again that have ended, and ends those that no claim uses.
 
     Each pod of a claim is held to the claim's memory; a claim whose pods use more than that together is reported.
     """
@@ -34,12 +36,13 @@ class MemoryWatch:
     def __init__(
         self,
         stores: ClaimStores,
-        memory: ClaimMemory,
+        settings: GpuSettingsOfClaims,
         claims: ClaimReader,
         events: PluginEvents,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stores, self._memory, self._claims, self._events, self._clock = stores, memory, claims, events, clock
+        self._stores, self._memory, self._mps = stores, settings.memory, settings.mps
+        self._claims, self._events, self._clock = claims, events, clock
         self._read_at: dict[str, float] = {}
         self.above: frozenset[str] = frozenset()
         """The UIDs of the claims whose pods use more than the claim has."""
@@ -48,6 +51,8 @@ class MemoryWatch:
         """Check the limits on the GPUs that answer. What fails is tried again with the next scan."""
         above: set[str] = set()
         for gpu in answering:
+            if self._mps.may_have_daemon(gpu):
+                self._check_mps(gpu)
             records = [record for record in self._stores.prepared() if is_limited(gpu, record)]
             if not records:
                 continue
@@ -62,6 +67,22 @@ class MemoryWatch:
                 continue
             above |= set(self._claims_above(gpu, records, used))
         self.above = frozenset(above)
+
+    def _check_mps(self, gpu: Gpu) -> None:
+        try:
+            with self._stores.locks.hold([gpu.uuid], f"checking the MPS daemon of {gpu.uuid}"):
+                lost = self._mps.check(gpu)
+                records = [record for record in self._stores.prepared() if lost and parts_by_mps(gpu, record)]
+                for record in records:
+                    message = (
+                        f"{lost} on GPU {gpu.uuid}: programs that used the GPU through it have failed; containers that "
+                        "start from now on get another one: delete the pod if its programs do not start again"
+                    )
+                    self._events.claim(record.reference, EventReason.MPS_SERVER_LOST, message)
+                for record in records:
+                    self._mps.apply(gpu, record)
+        except RecoverableError as error:
+            log.warning("can't check the MPS daemon of a GPU", extra={"gpu": gpu.uuid, "error": str(error)})
 
     def _note_later_pods(self, record: ClaimRecord) -> None:
         """Record the pods that use a claim now, if others than those that it was prepared for may do so."""

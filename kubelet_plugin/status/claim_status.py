@@ -31,7 +31,7 @@ from driver.kube.types import Claim, ClaimStatus, Consumer, Metadata, ReportedDe
 from driver.kube.work_loop import Backoff, GiveWay, Loop, at_once
 from driver.model.gpu_settings import TimeSlice, time_slice_in_force
 from driver.model.offer import DeviceKind
-from driver.model.shared_memory import MemoryLimit
+from driver.model.shared_memory import MemoryLimit, SharingStrategy
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord, device_key
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.status.events import EventReason, PluginEvents
@@ -93,6 +93,7 @@ HELD_BY = {
     MemoryLimit.MPS: "the MPS server holds each of its programs to that",
     MemoryLimit.NONE: "nothing holds its programs to that at run time",
 }
+NOT_ISOLATED = "; MPS does not isolate: an illegal address in a program of one claim ends the programs of all claims"
 
 Statuses = Mapping[ClaimReference, Sequence[DeviceStatus]]
 
@@ -135,6 +136,7 @@ def _status(device: DeviceRecord, requested: Sequence[TimeSlice | None]) -> Devi
     elif device.kind is DeviceKind.SHARED:
         data["memory"] = {"request": f"{device.gib}Gi", "limit": device.limit, "strategy": device.strategy}
         message = f"{device.gib} GiB of the GPU, shared by {device.strategy}; {HELD_BY[device.limit]}"
+        message += NOT_ISOLATED if device.strategy is SharingStrategy.MPS else ""
     return DeviceStatus(device.pool, device.device, message, data, share_id=device.share_id)
 
 

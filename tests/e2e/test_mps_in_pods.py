@@ -14,8 +14,10 @@ from tests.harness.progress import Progress
 from tests.harness.settings import Settings
 from tests.harness.waiting import wait_for
 from tests.support.in_pods import GONE_S, PODS, READY_S, Release, image
+from tests.support.scheduling import asked
+from tests.support.workloads import Workloads
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(500)]
 
 PYTHON = "/usr/bin/python3.11"
 
@@ -82,13 +84,23 @@ def restarts(release: Release) -> int:
     return count
 
 
-def test_daemons_outlive_the_serving_process_and_the_node_plugin_and_end_with_their_pod(
+def events(cluster: Cluster, name: str) -> list[str]:
+    """The reasons of the Events on a claim."""
+    items = cluster.api.get("/api/v1/namespaces/default/events")["items"]
+    return [item["reason"] for item in items if item["involvedObject"].get("name") == name]
+
+
+def test_a_pods_daemon_outlives_the_serving_process_and_the_node_plugin_and_ends_with_the_pod(
     release: Release, cluster: Cluster
 ) -> None:
     [node] = cluster.nodes
     [gpu] = release.gpus(node.name)
-    start = f"client.ensure_daemon('{gpu['uuid']}', 2).pid"
-    wait_for(lambda: ask(release, start), 30, "the daemon of the GPU runs")
+    workloads = Workloads(cluster)
+    user = workloads.pod("by-mps", workloads.claim("by-mps", asked("gpu-shared", memory="2Gi")))
+    workloads.running(user)
+    variables = workloads.exec(user, "env").splitlines()
+    assert f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT={gpu['uuid']}=2048M" in variables
+    assert workloads.exec(user, "sh", "-c", 'ls "$CUDA_MPS_PIPE_DIRECTORY"').split() == ["control", "log"]
     before = daemons(release)
     assert before[0]["multi_user"]
 
@@ -101,7 +113,13 @@ def test_daemons_outlive_the_serving_process_and_the_node_plugin_and_end_with_th
     cluster.api.request("DELETE", f"{PODS}/{plugin['metadata']['name']}")
     wait_for(lambda: staying(release, "node") != [plugin], GONE_S, "another plugin")
     wait_for(lambda: daemons(release) == before, READY_S, "the next plugin finds the daemon")
+    assert "MPSServerLost" not in events(cluster, "by-mps")
 
     cluster.api.request("DELETE", f"{PODS}/{pod['metadata']['name']}")
-    wait_for(lambda: daemons(release) and not daemons(release)[0]["pid"], READY_S, "the daemon ended with its pod")
-    assert ask(release, start)
+    wait_for(lambda: "MPSServerLost" in events(cluster, "by-mps"), READY_S, "the claim lost its daemon")
+    wait_for(lambda: daemons(release)[0]["pid"] not in (0, before[0]["pid"]), READY_S, "the claim has another daemon")
+
+    workloads.delete_pods(user)
+    assert daemons(release) == []
+    assert release.gpus(node.name)[0]["computeMode"] == "DEFAULT"
+    workloads.delete_all()

@@ -41,12 +41,13 @@ def running(root: Path) -> list[str]:
 
 
 class MpsNode:
-    """One H100. ``pipe`` and ``logs``: the directories of the daemon that ``control`` starts."""
+    """One H100, also that of a node plugin in ``folder``. ``pipe`` and ``logs``: the directories of the daemon that
+    ``control`` starts."""
 
     def __init__(self, folder: Path, driver: str, gpus: int = 1) -> None:
         description = load_description("h100-1" if gpus == 1 else "dgx-h100")
         description = description.replaced(driver_version=driver, gpus=description.gpus[:gpus])
-        self.node = SimulatedNode.open(description, folder / "node", latency=ZERO_LATENCY)
+        self.node = SimulatedNode.open(description, folder / "host", latency=ZERO_LATENCY)
         self.program = self.node.root / PROGRAM
         self.pipe, self.logs = folder / "pipe", folder / "log"
         self.pipe.mkdir()
@@ -151,7 +152,7 @@ class MpsProcess:
 def mps_process(driver: str) -> Iterator[MpsProcess]:
     """A node, and the process that runs its daemons."""
     with mps_node(driver) as node:
-        process = MpsProcess(node, node.pipe.parent / "d")
+        process = MpsProcess(node, node.pipe.parent / "mps")
         process.start()
         try:
             yield process

@@ -195,7 +195,7 @@ def start_node(
     outcomes, steps = RelayedOutcomes(), StepRunner(observer, took)
     held = ClaimStores(pool=pool, inventory=inventory, checkpoint=checkpoint, cdi=cdi, locks=locks, boot=boot_id(paths))
     partitions = Partitions(host, inventory, outcomes, steps, publishes_existing=choice.publish_existing)
-    gpu_settings = GpuSettingsOfClaims.of(host, checkpoint, steps)
+    gpu_settings = GpuSettingsOfClaims.of(host, checkpoint, steps, root / "mps")
     preparer = Preparer(api, held, partitions, gpu_settings, KeptChanges(changes), tell, steps)
     adopted = KeptEvents()
     adopt_claims(held, choice, host.partitions, api, PluginEvents(adopted.record, NODE))

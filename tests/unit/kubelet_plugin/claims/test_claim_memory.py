@@ -68,8 +68,7 @@ def cgroup(node: NodeUnderTest, pod: str) -> Path:
 
 
 def watch(node: NodeUnderTest, events: KeptEvents, clock: Any = lambda: 0.0) -> MemoryWatch:
-    memory = node.preparer.gpu_settings.memory
-    return MemoryWatch(node.node, memory, node.api, PluginEvents(events.record, NODE), clock)
+    return MemoryWatch(node.node, node.preparer.gpu_settings, node.api, PluginEvents(events.record, NODE), clock)
 
 
 def test_a_pod_may_use_what_its_claims_have_and_nothing_once_they_have_ended(node: NodeUnderTest) -> None:

@@ -167,6 +167,11 @@ def test_a_daemon_that_gives_no_answer_has_lost_no_server() -> None:
     assert lost_gpus(before, []) == {"GPU-1": "MPS control daemon 7 has ended"}
 
 
+def test_a_server_for_one_user_that_gives_way_to_another_users_is_no_loss() -> None:
+    states = [DaemonState("GPU-1", LEGACY, 7, multi_user=False, servers=(server,)) for server in (8, 9)]
+    assert lost_gpus(states[:1], states[1:]) == {}
+
+
 def test_a_server_that_dies_is_reported_and_the_next_one_has_the_limits(legacy: MpsProcess) -> None:
     access = admit(legacy, CLAIM, MpsShare(2 * GIB), MpsShare(4 * GIB))
     legacy.load(access, "--memory", "1Gi", "--pid", "7")
@@ -316,6 +321,6 @@ def test_namespaces_are_used_where_the_driver_has_them(version: str, protocol: i
 
 
 def test_paths_of_namespaces_fit_into_the_address_of_a_socket() -> None:
-    name = namespace_of("0f3c9d1e-7a41-4b8e-9c60-1d2e3f4a5b6c", "0f3c9d1e")
+    name = namespace_of("0f3c9d1e-7a41-4b8e-9c60-1d2e3f4a5b6c")
     directory = gpu_directory("/run/tessera-mps", "GPU-c98f8865-9e72-5766-a9ac-aa6f830ee06f")
     assert len(f"{directory}/pipe/{SERVER}/{name}/control") <= 107
