@@ -170,3 +170,12 @@ def test_a_program_gets_no_more_memory_than_its_claim_has(node: NodeUnderTest) -
     put(constant(SimulatedActivity(), 6 * GIB), cgroup=container)
     with pytest.raises(UsageError, match="OUT_OF_MEMORY"):
         put(constant(SimulatedActivity(), 7 * GIB), cgroup=container)
+
+
+def test_a_claim_that_names_no_pod_is_held_to_nothing_and_says_so(node: NodeUnderTest) -> None:
+    claim = node.api.allocate("of-a-group", part(6, "s1"))
+    assert node.preparer.prepare(claim)
+    [[status]] = device_statuses(node.node.checkpoint.records()).values()
+    assert status.data["memory"]["limit"] == "none"
+    node.preparer.unprepare(claim)
+    assert node.nothing_left()
