@@ -150,8 +150,8 @@ class NodePlugin:
         self._other_drivers = OtherDriverWatch(
             self._api.client, settings, inventory, self._scanner, self._changes, self._events
         )
-        self._driver_files = DriverFileWatch(paths, settings.driver_root, settings.cdi_hook)
-        specs = SpecFormat(settings.driver_name, self._driver_files.files)
+        self._driver_files = DriverFileWatch(paths, settings.driver_root, settings.cdi_hook, settings.memory_hook)
+        specs = SpecFormat(settings.driver_name, self._driver_files.files, settings.framework_variables)
         self._stores = ClaimStores(
             pool=Pool(settings.node_name, settings.driver_name),
             inventory=inventory,
