@@ -41,6 +41,7 @@ class EventReason(StrEnum):
     CLAIM_MUST_END = "ClaimMustEnd"
     PARTITION_FULL = "PartitionFull"
     ABOVE_MEMORY = "AboveItsMemory"
+    MEMORY_LIMITED = "MemoryLimited"
     MEMORY_NOT_LIMITED = "MemoryNotLimited"
     CDI_RESTORED = "CdiDirectoryRestored"
     CDI_UNWRITABLE = "CdiDirectoryUnwritable"
