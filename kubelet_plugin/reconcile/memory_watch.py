@@ -31,6 +31,8 @@ WAY_OUT = {
     MemoryLimit.NONE: "end what uses too much, or request more memory",
 }
 
+NO_PODS = "the claim is reserved for no pods, whose cgroups could be limited"
+
 MemoryUse = Callable[[str, str], int | None]
 """(uid of a claim, key of its device): the bytes that its pods use of the device's GPU (``UsageSampler``)."""
 
@@ -91,7 +93,8 @@ class MemoryWatch:
         reason = EventReason.MEMORY_LIMITED
         if limit is MemoryLimit.NONE:
             reason = EventReason.MEMORY_NOT_LIMITED
-            why = self._memory.unenforced(gpu) or "limits were not possible when the node plugin started"
+            other_cause = "limits were not possible when the node plugin started" if record.pods else NO_PODS
+            why = self._memory.unenforced(gpu) or other_cause
             message = f"{message}: {why}; share such GPUs only with pods that you trust, or request a partition"
         self._events.claim(record.reference, reason, message, warning=limit is MemoryLimit.NONE)
         self._reported.add((record.uid, gpu.uuid))

@@ -268,8 +268,11 @@ def test_a_program_gets_no_more_memory_than_its_claim_has(node: NodeUnderTest) -
 
 
 def test_a_claim_that_names_no_pod_is_held_to_nothing_and_says_so(node: NodeUnderTest) -> None:
-    claim = node.api.allocate("of-a-group", part(6, "s1"))
+    claim, events = node.api.allocate("of-a-group", part(6, "s1")), KeptEvents()
+    watching = watch(node, events)
     assert node.preparer.prepare(claim)
+    watching.handle_scan(node.node.inventory.gpus)
+    assert "the claim is reserved for no pods, whose cgroups could be limited" in events.told[0][2]
     [[status]] = device_statuses(node.node.checkpoint.records()).values()
     assert status.data["memory"]["limit"] == "none"
     node.preparer.unprepare(claim)
