@@ -150,8 +150,8 @@ class NodePlugin:
         self._other_drivers = OtherDriverWatch(
             self._api.client, settings, inventory, self._scanner, self._changes, self._events
         )
-        self._driver_files = DriverFileWatch(paths, settings.driver_root, settings.cdi_hook)
-        specs = SpecFormat(settings.driver_name, self._driver_files.files)
+        self._driver_files = DriverFileWatch(paths, settings.driver_root, settings.cdi_hook, settings.memory_hook)
+        specs = SpecFormat(settings.driver_name, self._driver_files.files, settings.framework_variables)
         self._stores = ClaimStores(
             pool=Pool(settings.node_name, settings.driver_name),
             inventory=inventory,
@@ -199,14 +199,13 @@ class NodePlugin:
             return None
         from kubelet_plugin.metrics.metrics import NodeGauges
 
-        stores, health = self._stores, self._health
-        self._metrics.registry.register(NodeGauges(stores, self._publishing.device_names, health))
+        self._metrics.registry.register(NodeGauges(self._stores, self._publishing.device_names, self._health))
         if self._settings.usage_interval is None:
             return None
         from kubelet_plugin.metrics.usage import UsageCollector, usage_sampler
 
-        sampler = usage_sampler(self._settings, stores, self._host, self._api.client, self._reader, self._events)
-        self._metrics.registry.register(UsageCollector(stores, sampler))
+        sampler = usage_sampler(self._settings, self._stores, self._host, self._api.client, self._reader, self._events)
+        self._metrics.registry.register(UsageCollector(self._stores, sampler))
         return sampler
 
     def _check_readiness(self) -> None:
@@ -220,7 +219,9 @@ class NodePlugin:
         nodes, driver_files = self._host.nodes, self._driver_files
         outdated = OutdatedClaims(settings.state_dir, stores.boot)
         self._node_checks = NodeChecks(nodes, driver_files, stores, self._health, specs.failure, self._events, outdated)
-        memory = MemoryWatch(stores, self._preparer.gpu_settings, self._reader, self._events)
+        gpu_settings, report = self._preparer.gpu_settings, self._background.measurements.set_claims_above_memory
+        used = self._usage.memory_used if self._usage else None
+        memory = MemoryWatch(stores, gpu_settings, self._reader, self._events, used, report)
         followers = (self._node_checks, self._reconciler, self._health, hardware, memory)
         give_way = self._background.activity.wait_idle(SCAN_DELAY_SECONDS)
         self._scan_loop = ScanLoop(self._scanner, stores.inventory, followers, self._changes, give_way)

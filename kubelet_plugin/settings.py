@@ -93,6 +93,8 @@ class NodeSettings:
     shares: Annotated[ShareCounts, PARSERS["shares"]] = NO_SHARES
     shared: Annotated[SharedGpus, PARSERS["shared"]] = NO_SHARED
     shares_only: Annotated[GpuSelection, PARSERS["shares_only"]] = NO_GPU
+    memory_hook: Annotated[str, PARSERS["memory_hook"]] = "auto"
+    framework_variables: Annotated[str, PARSERS["framework_variables"]] = "none"
     publish: Annotated[str, PARSERS["publish"]] = CURATED
     layout: Annotated[Layouts, PARSERS["layout"]] = NO_LAYOUTS
     existing_partitions: Annotated[str, PARSERS["existing_partitions"]] = "ignore"

@@ -119,6 +119,11 @@ def main() -> None:
     help="WHICH=time-slicing|mps,...: let claims share GPUs by memory (docs/sharing.md).  [default: none]",
 )
 @click.option("--shares-only", help="GPUs to offer only as shares or by memory.  [default: none]")
+@click.option("--memory-hook", help="Hook that limits containers of shared GPUs: auto or none.  [default: auto]")
+@click.option(
+    "--framework-variables",
+    help="jax, pytorch or jax,pytorch: tell them a claim's memory where they see the whole GPU.  [default: none]",
+)
 @click.option(
     "--publish",
     help="curated or complete: every device that the GPUs can be, at any time; the Node's label "

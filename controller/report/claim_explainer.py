@@ -20,7 +20,8 @@ from controller.explain.sources.scheduler_reports import report_of
 from controller.explain.sources.selected_gpus import Availability, SelectedGpu, listed
 from controller.report.cluster_view import ClusterView
 from controller.report.unprepared_claims import STAYS, next_step, sentence
-from driver.kube.types import Claim, Key, Pod
+from driver.kube.types import Claim, Key, Pod, Result
+from driver.model.shared_memory import MEMORY_CAPACITY
 
 NOT_PREPARED = "NotPrepared"
 """Allocated, but its node has not prepared it yet."""
@@ -240,8 +241,14 @@ class Explainer:
 
 def allocated_claim(claim: Claim, pods: tuple[Pod, ...]) -> Explanation:
     """That ``claim`` is allocated, and what; ``pods``: those that start with it."""
-    devices = ", ".join(f"{result.device} of pool {result.pool}" for result in claim.results)
+    devices = ", ".join(f"{_part(result)}{result.device} of pool {result.pool}" for result in claim.results)
     return Explanation(str(claim.metadata.key), pods, ALLOCATED, f"it is allocated: {devices}")
+
+
+def _part(result: Result) -> str:
+    """What it has of a shared device; empty if it has the device alone."""
+    memory = (result.consumed_capacity or {}).get(MEMORY_CAPACITY)
+    return f"memory {memory} of " if result.share_id and memory else ""
 
 
 def _products(available: Availability) -> Iterator[ProductCount]:

@@ -37,6 +37,8 @@ PARSERS: Mapping[str, Callable[[str], Any]] = {
     "shares": parse_share_counts,
     "shared": parse_shared,
     "shares_only": GpuSelection.parse,
+    "memory_hook": one_of("auto", "none"),
+    "framework_variables": one_of("none", "jax", "pytorch", "jax,pytorch"),
     "publish": one_of(*PUBLISH_VALUES),
     "layout": parse_layouts,
     "existing_partitions": one_of("ignore", "publish"),

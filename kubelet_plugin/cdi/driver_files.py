@@ -103,8 +103,11 @@ class DriverFiles:
         return any(path.endswith(f"/{CUDA}") for path in self.mounts)
 
 
-def find_driver_files(paths: HostPaths, driver_root: Path, cdi_hook: str = AUTO) -> DriverFiles:
-    """Find the files below ``driver_root``. ``cdi_hook``: AUTO, NONE or the hook's path on the host."""
+def find_driver_files(
+    paths: HostPaths, driver_root: Path, cdi_hook: str = AUTO, memory_hook: str = AUTO
+) -> DriverFiles:
+    """Find the files below ``driver_root``. ``cdi_hook``: AUTO, NONE or the hook's path on the host; ``memory_hook``:
+    AUTO or NONE."""
     root = paths.here(str(driver_root))
     hook, ldconfig = _find_hook(paths.root, cdi_hook), _first(paths.root, LDCONFIG)
     libraries, commands = _libraries(root), list[tuple[str, ...]]()
@@ -114,19 +117,19 @@ def find_driver_files(paths: HostPaths, driver_root: Path, cdi_hook: str = AUTO)
     directories = LOADER_DIRECTORIES if commands else (*LOADER_DIRECTORIES, NVIDIA_DIRECTORY)
     files = _copied(libraries, directories) | _programs(root) | _firmware(root)
     mounts = {path: paths.for_runtime(str(driver_root / files[path])) for path in sorted(files)}
-    program, memory_hook = paths.for_runtime(f"/{hook}"), tuple[str, ...]()
-    if hook is not None and _has_command(paths.root, hook, LIMIT_MEMORY):
-        memory_hook = (program, LIMIT_MEMORY, "--driver-root", paths.for_runtime(str(driver_root)))
-    return DriverFiles(mounts, tuple(commands), program if commands else None, memory_hook)
+    program, limit_memory = paths.for_runtime(f"/{hook}"), tuple[str, ...]()
+    if hook is not None and memory_hook == AUTO and _has_command(paths.root, hook, LIMIT_MEMORY):
+        limit_memory = (program, LIMIT_MEMORY, "--driver-root", paths.for_runtime(str(driver_root)))
+    return DriverFiles(mounts, tuple(commands), program if commands else None, limit_memory)
 
 
 class DriverFileWatch:
     """The driver files, which are found anew when one is gone, when a directory has changed, or NVML has another
     version. ``root``: the driver root as this process sees it. For use by one thread."""
 
-    def __init__(self, paths: HostPaths, driver_root: Path, cdi_hook: str = AUTO) -> None:
+    def __init__(self, paths: HostPaths, driver_root: Path, cdi_hook: str = AUTO, memory_hook: str = AUTO) -> None:
         """Find the files. Raises EnvironmentFault if ``cdi_hook`` is a path that does not exist."""
-        self._paths, self._driver_root, self._cdi_hook = paths, driver_root, cdi_hook
+        self._paths, self._driver_root, self._cdi_hook, self._memory_hook = paths, driver_root, cdi_hook, memory_hook
         self.root = paths.here(str(driver_root))
         if cdi_hook not in {AUTO, NONE} and _find_hook(paths.root, cdi_hook) is None:
             raise EnvironmentFault(
@@ -135,7 +138,7 @@ class DriverFileWatch:
         self._version = ""
         self._directories = tuple(library_directories(self.root))
         self._seen = self._changed_at()
-        self.files = find_driver_files(paths, driver_root, cdi_hook)
+        self.files = find_driver_files(paths, driver_root, cdi_hook, memory_hook)
 
     def refresh(self, version: str | None) -> bool:
         """Find the files anew if they may have changed; returns whether they differ.
@@ -147,7 +150,7 @@ class DriverFileWatch:
         if (before, seen) == (self._version, self._seen) and all(map(self.exists, set(self.files.mounts.values()))):
             return False
         last, self._seen, self._directories = self.files, seen, tuple(library_directories(self.root))
-        self.files = find_driver_files(self._paths, self._driver_root, self._cdi_hook)
+        self.files = find_driver_files(self._paths, self._driver_root, self._cdi_hook, self._memory_hook)
         return self.files != last
 
     def exists(self, host_path: str) -> bool:

@@ -27,6 +27,14 @@ MIB = 1 << 20
 MEMORY_REQUEST, MEMORY_LIMIT = "NVIDIA_GPU_MEMORY_REQUEST", "NVIDIA_GPU_MEMORY_LIMIT"
 """Variables that the hook reads as soft and hard limit. The last value counts, and specs come after the pod's."""
 
+FRAMEWORKS = {
+    "jax": "XLA_PYTHON_CLIENT_MEM_FRACTION={}",
+    "pytorch": "PYTORCH_ALLOC_CONF=per_process_memory_fraction:{}",
+}
+"""Variables by which frameworks take a part of the memory that they see. JAX refuses to start with two names of its
+variable, and older releases know only this one. PyTorch has the option since release 2.10; 2.7 and older do not read a
+variable of this name, whereas they end on an unknown option in PYTORCH_CUDA_ALLOC_CONF."""
+
 Spec = dict[str, Any]
 
 
@@ -36,7 +44,8 @@ class CdiDevice:
 
     ``shares`` is the number of shares of the GPU; 1 if the device is not a share. ``gib``: what the claim has of a
     shared device, of which ``name`` ends with the share's id; 0 for other devices. ``memory_limit``: bytes to which
-    NVIDIA's hook limits the container's own cgroup; None: it is not called. ``mps``: of a GPU that is shared by MPS.
+    NVIDIA's hook limits the container's own cgroup; None: it is not called. ``fraction``: the part of the GPU that
+    frameworks may take if no hook is called; None: they are not told. ``mps``: of a GPU that is shared by MPS.
     """
 
     name: str
@@ -45,6 +54,7 @@ class CdiDevice:
     shares: int = 1
     gib: int = 0
     memory_limit: int | None = None
+    fraction: float | None = None
     mps: MpsAccess | None = None
 
     def with_mps(self, access: MpsAccess | None) -> CdiDevice:
@@ -69,8 +79,10 @@ def variable(device: str, about: str = "DEVICE") -> str:
 class SpecFormat:
     """The specs of one driver on one node. What all of them have in common is encoded once."""
 
-    def __init__(self, driver: str, files: DriverFiles) -> None:
+    def __init__(self, driver: str, files: DriverFiles, frameworks: str = "none") -> None:
+        """``frameworks``: names of FRAMEWORKS, separated by commas, that are told the memory of claims."""
         self.driver = driver
+        self._framework_variables = [text for name, text in FRAMEWORKS.items() if name in frameworks.split(",")]
         self._kind = f"{driver}/{CLASS}"
         self.common = b""
         self.use(files)
@@ -97,11 +109,21 @@ class SpecFormat:
                 # Read-only: a program must not replace the socket of a directory that all claims of the GPU have.
                 paths = {"hostPath": device.mps.host_path, "containerPath": device.mps.container_path}
                 device_spec["containerEdits"]["mounts"] = [{**paths, "options": MOUNT_OPTIONS}]
-        if self._memory_hook and any(device.memory_limit is not None for device in devices):
-            _add_memory_hooks(claimed, devices, self._memory_hook)
+        has_limits = self._memory_hook and any(device.memory_limit is not None for device in devices)
+        if not (has_limits and _add_memory_hooks(claimed, devices, self._memory_hook)) and self._framework_variables:
+            self._tell_frameworks(claimed, [device.fraction for device in devices])
         spec = {"cdiVersion": CDI_VERSION, "kind": self._kind, "devices": claimed}
         head = msgspec.json.format(msgspec.json.encode(spec), indent=2)
         return head[: -len(OBJECT_END)] + self.common
+
+    def _tell_frameworks(self, specs: Iterable[Spec], fractions: Sequence[float | None]) -> None:
+        """Set the variables of frameworks, which apply to each GPU: to the smallest fraction, unless a GPU is full."""
+        parts = [fraction for fraction in fractions if fraction is not None]
+        if len(parts) == len(fractions):
+            for spec in specs:
+                spec["containerEdits"]["env"] += [
+                    text.format(f"{min(parts):.4f}") for text in self._framework_variables
+                ]
 
     def is_current(self, spec: bytes) -> bool:
         """Whether a spec has what all specs have in common now."""
@@ -160,14 +182,15 @@ def _edits(files: DriverFiles) -> Spec:
     return edits
 
 
-def _add_memory_hooks(specs: Iterable[Spec], devices: Sequence[CdiDevice], hook: Sequence[str]) -> None:
+def _add_memory_hooks(specs: Iterable[Spec], devices: Sequence[CdiDevice], hook: Sequence[str]) -> bool:
     """Limit the memory of the container's own cgroup, unless the devices have several limits: the hook reads one.
 
-    It runs once the container has its cgroup. A soft limit of 0 leaves no trace on other cgroups.
+    Returns whether it is limited. The hook runs once the container has its cgroup. A soft limit of 0 leaves no trace on
+    other cgroups.
     """
     limited = {device.uuid: device.memory_limit for device in devices if device.memory_limit is not None}
     if len(set(limited.values())) > 1 or len(limited) < sum(device.memory_limit is not None for device in devices):
-        return
+        return False
     program, *arguments = hook
     for spec, device in zip(specs, devices, strict=True):
         if device.memory_limit is not None:
@@ -175,6 +198,7 @@ def _add_memory_hooks(specs: Iterable[Spec], devices: Sequence[CdiDevice], hook:
             edits["env"] = [*edits["env"], f"{MEMORY_REQUEST}=0", f"{MEMORY_LIMIT}={mebibytes}"]
             command = [program.rpartition("/")[2], *arguments, "--gpu-id", device.uuid]
             edits["hooks"] = [{"hookName": "createRuntime", "path": program, "args": command}]
+    return True
 
 
 def _node(node: DeviceNode) -> Spec:

@@ -16,7 +16,7 @@ from driver.kube.types import Claim, Configuration, Result
 from driver.model.device import Device, merged
 from driver.model.gpu_settings import TimeSlice
 from driver.model.offer import SHARED, DeviceKind, Spot
-from driver.model.shared_memory import MEMORY_CAPACITY, SharedMemory, SharingStrategy, gib_of
+from driver.model.shared_memory import MEMORY_CAPACITY, MemoryLimit, SharedMemory, SharingStrategy, gib_of
 from driver.placement.occupancy import overlap
 from driver.slices.slice_names import Pool
 from kubelet_plugin.checkpoint.records import MonitorRecord, device_key
@@ -102,7 +102,16 @@ def resolve(reference: ClaimReference, claim: Claim, pool: Pool, inventory: Inve
     if not any(share_ids):
         return ResolvedClaim(list(allocated.values()), monitors)
     of_one_pod = any(owner.kind == "Pod" and owner.controller for owner in claim.metadata.owner_references)
-    return ResolvedClaim(list(allocated.values()), monitors, pods_of(claim), of_one_pod)
+    pods, devices = pods_of(claim), list(allocated.values())
+    # A claim that is reserved for something else than pods, such as a PodGroup, does not say whose cgroups to limit.
+    limited = devices if pods else [replace(item, device=_without_limit(item.device)) for item in devices]
+    return ResolvedClaim(limited, monitors, pods, of_one_pod)
+
+
+def _without_limit(device: Device) -> Device:
+    if device.shared is None or device.shared.limit is not MemoryLimit.CGROUP:
+        return device
+    return replace(device, shared=replace(device.shared, limit=MemoryLimit.NONE))
 
 
 def pods_of(claim: Claim) -> tuple[str, ...]:

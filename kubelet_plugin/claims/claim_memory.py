@@ -25,6 +25,13 @@ from kubelet_plugin.step_names import StepRunner
 log = logging.getLogger(__name__)
 
 
+CONTEXT_BYTES = 1 << 29
+"""What the context of a CUDA process takes of its claim's memory, before a framework allocates (about 500 MiB)."""
+
+InContainer = tuple[int | None, float | None]
+UNSAID: InContainer = (None, None)
+
+
 def memory_limit(limits: CgroupMemoryLimits, gpu: Gpu, strategy: SharingStrategy) -> MemoryLimit:
     """What can hold claims to their memory of ``gpu``. Nothing, as far as anybody knows, if it does not answer."""
     try:
@@ -62,9 +69,27 @@ class ClaimMemory:
         """Set lost limits again; return the bytes that each pod uses of ``gpu``. Raises HardwareError, StateError."""
         return self._limits.check(gpu, self.of_pods(gpu))
 
-    def container_limit(self, gpu: Gpu, entry: DeviceRecord) -> int | None:
-        """Bytes to which the CDI spec of a claim limits each container's own cgroup; None: it does not."""
-        return self._limits.container_limit(gpu, entry.gib * GIB) if entry.limit is MemoryLimit.CGROUP else None
+    def unenforced(self, gpu: Gpu) -> str | None:
+        """Why no cgroup can be limited on ``gpu``; None: it can. Raises HardwareError."""
+        return self._limits.unenforced(gpu)
+
+    def in_container(self, gpu: Gpu, entry: DeviceRecord, record: ClaimRecord) -> InContainer:
+        """What the CDI spec of a claim says of its part of ``gpu``: the bytes to which each container's own cgroup is
+        limited, and the fraction of the GPU that frameworks may take. None: it does not say that.
+
+        Neither where containers see the limit as the GPU's size, nor for a pod with several claims of shared GPUs: a
+        container has one value of each variable.
+        """
+        is_limited = entry.limit is MemoryLimit.CGROUP
+        limit = self._limits.container_limit(gpu, entry.gib * GIB) if is_limited else None
+        if (is_limited and limit is None) or self.claims_of_same_pods(record):
+            return UNSAID
+        return limit, (entry.gib * GIB - CONTEXT_BYTES) / (gpu.memory_bytes - gpu.memory_reserved)
+
+    def claims_of_same_pods(self, record: ClaimRecord) -> list[str]:
+        """The UIDs of other claims of shared GPUs that a pod of ``record`` uses, as far as they are recorded."""
+        pods, records = set(record.pods), self._records(record.uid)
+        return [other.uid for other in records if not pods.isdisjoint(other.pods)]
 
     def of_pods(self, gpu: Gpu, record: ClaimRecord | None = None) -> PodMemory:
         """Bytes of ``gpu`` that each pod may use, with ``record`` as it is and not as it is stored."""

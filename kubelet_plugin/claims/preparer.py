@@ -26,7 +26,7 @@ from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
 from kubelet_plugin.checkpoint.records import Adoption, ClaimRecord, DeviceRecord, MonitorRecord, device_record
 from kubelet_plugin.claims.allocation import AllocatedDevice, ResolvedClaim, refuse_unusable, resolve
-from kubelet_plugin.claims.claim_memory import GpuSettingsOfClaims
+from kubelet_plugin.claims.claim_memory import UNSAID, GpuSettingsOfClaims
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.cleanup import ClaimCleanup
 from kubelet_plugin.claims.partitions import Partitions
@@ -115,6 +115,8 @@ class Preparer:
                 gpu_uuids |= record.gpu_uuids
             with stores.locks.hold(gpu_uuids, f"claim {name}"):
                 record = self._prepare_allocated(reference, record, allocated)
+        for uid in self.gpu_settings.memory.claims_of_same_pods(record) if record.pods else ():
+            self.repair(uid)  # a pod with several claims: their CDI specs say no limit of a container
         entries: tuple[DeviceRecord | MonitorRecord, ...] = (*record.devices, *record.monitors)
         log.info(
             "prepared claim",
@@ -348,8 +350,8 @@ class Preparer:
                     mig_modes[device.gpu.uuid] = partition is not None
             uuid = device.gpu.uuid if partition is None else str(partition.uuid)
             nodes = self._partitions.nodes(device.gpu, partition)
-            memory_limit = self.gpu_settings.memory.container_limit(device.gpu, entry) if entry.gib else None
-            devices.append(CdiDevice(item.key, uuid, nodes, device.shares, entry.gib, memory_limit))
+            memory = self.gpu_settings.memory.in_container(device.gpu, entry, record) if entry.gib else UNSAID
+            devices.append(CdiDevice(item.key, uuid, nodes, device.shares, entry.gib, *memory))
             entries[part] = entry.with_partition(partition)
         for monitor in record.monitors:
             nodes = self._partitions.monitor_device_nodes(monitor.gpu_uuid)

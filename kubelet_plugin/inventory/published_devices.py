@@ -110,7 +110,7 @@ class PublishableGpu:
     def published(self, policy: PublishPolicy) -> PublishedGpu:
         """The devices to publish of this GPU; ``published_devices`` decides whether they are."""
         if policy.complete:
-            return replace(self._with(policy, self.prepared, self._all_free()), constant=True)
+            return replace(self._with(policy, self.prepared, self._all_free(policy)), constant=True)
         held = (*self.prepared, *self.allocated)
         taken = GpuState.of(self.gpu, held, self.foreign.mask)
         fitting = self._fitting(held, taken, policy)
@@ -151,10 +151,12 @@ class PublishableGpu:
             keeps_taints=policy.keeps_taints,
         )
 
-    def _all_free(self) -> tuple[Device, ...]:
+    def _all_free(self, policy: PublishPolicy) -> tuple[Device, ...]:
         """The devices without a claim that are possible next to partitions that Tessera did not create."""
         empty = GpuState.of(self.gpu, foreign=self.foreign.mask)
-        possible = [d for d in self.devices if d.name in self.foreign.offered or (self._possible(d) and empty.fits(d))]
+        possible = [
+            d for d in self.devices if d.name in self.foreign.offered or (self._possible(d, policy) and empty.fits(d))
+        ]
         chosen = limited(0, possible, self.foreign.mask) | self.foreign.offered
         prepared = {device.name for device in self.prepared}
         return tuple(device for device in possible if device.name in chosen - prepared)
@@ -224,8 +226,7 @@ class PublishableGpu:
             state = prepared if device.name in policy.kept else taken
             return policy.wants(device) and state.fits(device)
 
-        possible = (d for d in self.devices if d.kind is not DeviceKind.SHARED or policy.keeps_sharing)
-        return [d for d in possible if d.name not in names and self._possible(d) and stays(d)]
+        return [d for d in self.devices if d.name not in names and self._possible(d, policy) and stays(d)]
 
     def _fitting_together(self, devices: Iterable[Device], published: Sequence[Device] = ()) -> list[Device]:
         """Those of ``devices`` that fit next to ``published`` and each other, the first in a fixed order."""
@@ -235,8 +236,10 @@ class PublishableGpu:
                 chosen.append(device)
         return chosen
 
-    def _possible(self, device: Device) -> bool:
-        """Whether settings and MIG mode allow ``device`` without a reset of the GPU."""
+    def _possible(self, device: Device, policy: PublishPolicy) -> bool:
+        """Whether API server, settings and MIG mode allow ``device`` without a reset of the GPU."""
+        if device.kind is DeviceKind.SHARED and not policy.keeps_sharing:
+            return False
         return device.kind in possible_kinds(self.gpu, shares_only=self.shares_only)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -94,6 +94,11 @@ class Metrics(Measurements):
         )
         self._repairs = counter("tessera_repairs_total", "Automatic repairs.", ["kind"])
         self._faults = counter("tessera_faults_total", "Failures, by kind.", ["kind"])
+        self._above_memory = Gauge(
+            "tessera_claims_above_memory",
+            "Claims that use more memory than they have.",
+            registry=self.registry,
+        )
         orphans_and_repairs = ((self._orphans, ORPHANS), (self._repairs, REPAIRS.values()))
         faults = (*(kind for _, kind in FAILURES), LOCK_FAILURE, DEFECT, *EVENT_FAILURES.values())
         for family, kinds in (*orphans_and_repairs, (self._faults, faults)):
@@ -145,6 +150,9 @@ class Metrics(Measurements):
             self._repairs.labels(REPAIRS[EventReason(reason)]).inc()
         elif reason in EVENT_FAILURES:
             self._faults.labels(EVENT_FAILURES[reason]).inc()
+
+    def set_claims_above_memory(self, claims: int) -> None:
+        self._above_memory.set(claims)
 
     def pages(self) -> Mapping[str, Page]:
         return {METRICS_PATH: metrics_page(self.registry)}

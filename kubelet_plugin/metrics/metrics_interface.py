@@ -59,6 +59,9 @@ class Measurements:
     def count_event(self, reason: str) -> None:
         """Count the repair or failure that an Event with this reason reports."""
 
+    def set_claims_above_memory(self, claims: int) -> None:
+        """So many claims of shared GPUs use more memory than they have."""
+
     def pages(self) -> Mapping[str, Page]:
         """The HTTP pages to serve, by path."""
         return {}

@@ -10,7 +10,7 @@ import msgspec
 
 from driver.errors import ApiError, RecoverableError
 from driver.model.gpu import Gpu
-from driver.model.shared_memory import GIB
+from driver.model.shared_memory import GIB, MemoryLimit
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.allocation import pods_of
@@ -18,6 +18,7 @@ from kubelet_plugin.claims.claim_memory import GpuSettingsOfClaims, is_limited
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.mps_shares import parts_by_mps
 from kubelet_plugin.claims.preparer import ClaimReader
+from kubelet_plugin.status.claim_status import HELD_BY
 from kubelet_plugin.status.events import EventReason, PluginEvents
 
 log = logging.getLogger(__name__)
@@ -25,12 +26,24 @@ log = logging.getLogger(__name__)
 PODS_INTERVAL_SECONDS = 60.0
 """How often the pods are read that use a claim which several can use: the kubelet does not report later ones."""
 
+WAY_OUT = {
+    MemoryLimit.CGROUP: "use a ResourceClaimTemplate, so that each pod has a claim of its own",
+    MemoryLimit.MPS: "run fewer programs in its pods, or request more memory",
+    MemoryLimit.NONE: "end what uses too much, or request more memory",
+}
+
+NO_PODS = "the claim is reserved for no pods, whose cgroups could be limited"
+
+MemoryUse = Callable[[str, str], int | None]
+"""(uid of a claim, key of its device): the bytes that its pods use of the device's GPU (``UsageSampler``)."""
+
 
 class MemoryWatch:
     """Sets limits again that a reload of the driver has lost, and for pods that began to use a claim later. Starts MPS
     daemons again that have ended, and ends those that no claim uses.
 
-    Each pod of a claim is held to the claim's memory; a claim whose pods use more than that together is reported.
+    It reports once for each claim what holds it to its memory, and again when its pods use more than that together.
+    Of claims without a limit on cgroups it knows what ``memory_used`` knows; None: usage is not measured.
     """
 
     def __init__(
@@ -39,34 +52,57 @@ class MemoryWatch:
         settings: GpuSettingsOfClaims,
         claims: ClaimReader,
         events: PluginEvents,
+        memory_used: MemoryUse | None = None,
+        report_above: Callable[[int], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``report_above`` receives the number of claims above their memory."""
         self._stores, self._memory, self._mps = stores, settings.memory, settings.mps
         self._claims, self._events, self._clock = claims, events, clock
+        self._memory_used, self._report_above = memory_used, report_above
         self._read_at: dict[str, float] = {}
-        self.above: frozenset[str] = frozenset()
-        """The UIDs of the claims whose pods use more than the claim has."""
+        self._above: frozenset[str] = frozenset()
+        # The process before has reported what holds these.
+        self._reported = {(record.uid, uuid) for record in stores.prepared() for uuid in record.gpu_uuids}
 
     def handle_scan(self, answering: Sequence[Gpu]) -> None:
-        """Check the limits on the GPUs that answer. What fails is tried again with the next scan."""
+        """Check the claims of the GPUs that answer. What fails is tried again with the next scan."""
         above: set[str] = set()
+        prepared = [record for record in self._stores.prepared() if any(entry.gib for entry in record.devices)]
+        self._reported &= {(record.uid, uuid) for record in prepared for uuid in record.gpu_uuids}
         for gpu in answering:
             if self._mps.may_have_daemon(gpu):
                 self._check_mps(gpu)
-            records = [record for record in self._stores.prepared() if is_limited(gpu, record)]
+            records = [record for record in prepared if _part(gpu, record)]
             if not records:
                 continue
             try:
                 for record in records:
+                    self._report_limit(gpu, record)
                     self._note_later_pods(record)
-                with self._stores.locks.hold([gpu.uuid], f"checking the memory of claims on {gpu.uuid}"):
-                    used = self._memory.check(gpu)
+                used = self._used(gpu, records)
             except RecoverableError as error:
                 log.warning("can't check the memory limits of a GPU", extra={"gpu": gpu.uuid, "error": str(error)})
-                above |= self.above & {record.uid for record in records}
+                above |= self._above & {record.uid for record in records}
                 continue
             above |= set(self._claims_above(gpu, records, used))
-        self.above = frozenset(above)
+        self._above = frozenset(above)
+        self._report_above(len(above))
+
+    def _report_limit(self, gpu: Gpu, record: ClaimRecord) -> None:
+        """Record the Event that says what holds a claim to its memory of ``gpu``."""
+        if (record.uid, gpu.uuid) in self._reported:
+            return
+        limit = _limit(gpu, record)
+        message = f"{_part(gpu, record)} GiB of GPU {gpu.uuid} are allocated to it: {HELD_BY[limit]}"
+        reason = EventReason.MEMORY_LIMITED
+        if limit is MemoryLimit.NONE:
+            reason = EventReason.MEMORY_NOT_LIMITED
+            other_cause = "limits were not possible when the node plugin started" if record.pods else NO_PODS
+            why = self._memory.unenforced(gpu) or other_cause
+            message = f"{message}: {why}; share such GPUs only with pods that you trust, or request a partition"
+        self._events.claim(record.reference, reason, message, warning=limit is MemoryLimit.NONE)
+        self._reported.add((record.uid, gpu.uuid))
 
     def _check_mps(self, gpu: Gpu) -> None:
         try:
@@ -104,22 +140,49 @@ class MemoryWatch:
             if current is not None and not current.needs_release:
                 self._stores.checkpoint.put(msgspec.structs.replace(current, pods=pods), durable=False)
 
-    def _claims_above(self, gpu: Gpu, records: Iterable[ClaimRecord], used: Mapping[str, int]) -> Iterable[str]:
-        """The claims whose pods use more of ``gpu`` together than they may; those that are new get an Event."""
-        gib_of = {record.uid: sum(d.gib for d in record.devices if d.gpu_uuid == gpu.uuid) for record in records}
+    def _used(self, gpu: Gpu, records: Iterable[ClaimRecord]) -> Mapping[str, int | None]:
+        """Bytes of ``gpu`` that the pods of each claim use; None: unknown. Raises HardwareError, StateError."""
+        by_pod: Mapping[str, int] = {}
+        if any(is_limited(gpu, record) for record in records):
+            with self._stores.locks.hold([gpu.uuid], f"checking the memory of claims on {gpu.uuid}"):
+                by_pod = self._memory.check(gpu)
+        used: dict[str, int | None] = {}
         for record in records:
-            if len(record.pods) < 2:
-                continue  # its own limit holds it
-            others = [other for other in records if not set(other.pods).isdisjoint(record.pods)]
-            allowed = sum(gib_of[other.uid] for other in others) * GIB
-            uses = sum(used.get(pod, 0) for pod in record.pods)
-            if uses <= allowed:
+            if is_limited(gpu, record):
+                # A limit holds a single pod.
+                used[record.uid] = sum(by_pod.get(pod, 0) for pod in record.pods) if len(record.pods) > 1 else 0
+            else:
+                key = next(entry.key for entry in record.devices if entry.gpu_uuid == gpu.uuid)
+                used[record.uid] = self._memory_used(record.uid, key) if self._memory_used else None
+        return used
+
+    def _claims_above(self, gpu: Gpu, records: Iterable[ClaimRecord], used: Mapping[str, int | None]) -> Iterable[str]:
+        """The claims whose pods use more of ``gpu`` together than they may; those that are new get an Event."""
+        for record in records:
+            uses, gib = used[record.uid], _part(gpu, record)
+            if uses is None and record.uid in self._above:
+                yield record.uid
+            if uses is None or uses <= gib * GIB:
                 continue
-            if record.uid not in self.above:
+            others = [other for other in records if not set(other.pods).isdisjoint(record.pods)]
+            if uses <= sum(_part(gpu, other) for other in others) * GIB:
+                continue
+            if record.uid not in self._above:
+                limit = _limit(gpu, record)
+                held = "each pod is held to that, not their sum" if limit is MemoryLimit.CGROUP else HELD_BY[limit]
                 message = (
                     f"its {len(record.pods)} pods use {uses / GIB:.3g} GiB of GPU {gpu.uuid} together, "
-                    f"{gib_of[record.uid]} GiB are allocated to it: each pod is held to that, not their sum; "
-                    "use a ResourceClaimTemplate, so that each pod has a claim of its own"
+                    f"{gib} GiB are allocated to it: {held}; {WAY_OUT[limit]}"
                 )
                 self._events.claim(record.reference, EventReason.ABOVE_MEMORY, message)
             yield record.uid
+
+
+def _part(gpu: Gpu, record: ClaimRecord) -> int:
+    """The GiB that a claim has of ``gpu``, which is shared by memory; 0: none."""
+    return sum(entry.gib for entry in record.devices if entry.gpu_uuid == gpu.uuid)
+
+
+def _limit(gpu: Gpu, record: ClaimRecord) -> MemoryLimit:
+    """What holds a claim to its memory of ``gpu``."""
+    return next(entry.limit for entry in record.devices if entry.gpu_uuid == gpu.uuid and entry.gib)

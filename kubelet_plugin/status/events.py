@@ -42,6 +42,7 @@ class EventReason(StrEnum):
     PARTITION_FULL = "PartitionFull"
     ABOVE_MEMORY = "AboveItsMemory"
     MPS_SERVER_LOST = "MPSServerLost"
+    MEMORY_LIMITED = "MemoryLimited"
     MEMORY_NOT_LIMITED = "MemoryNotLimited"
     CDI_RESTORED = "CdiDirectoryRestored"
     CDI_UNWRITABLE = "CdiDirectoryUnwritable"

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from driver.errors import NOT_FOUND, ApiError
 from driver.hardware.host_paths import HostPaths
 from driver.kube.types import Claim, Consumer
+from driver.model.shared_memory import GIB
 from driver.model.usage import UsageReading
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.preparer import ClaimReader
@@ -65,9 +66,13 @@ class ClaimsAndPods:
 
 
 def reading_of_share(
-    reading: UsageReading, labels: ClaimLabels | None, pod_of_process: Callable[[int], str | None]
+    reading: UsageReading, labels: ClaimLabels | None, pod_of_process: Callable[[int], str | None], gib: int = 0
 ) -> UsageReading:
-    """``reading`` of a whole GPU, with memory and processes of the claim's pods only; None where they are unknown."""
+    """``reading`` of a whole GPU, with memory and processes of the claim's pods only; None where they are unknown.
+
+    ``gib``: what the claim has of a GPU that is shared by memory.
+    """
+    reading = replace(reading, memory_total=gib * GIB) if gib else reading
     if labels is None or reading.processes is None:
         return replace(reading, memory_used=None, processes=None)
     uids = {pod.uid for pod in labels.pods}

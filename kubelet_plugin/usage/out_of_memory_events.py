@@ -106,6 +106,8 @@ class FullPartitions:
         gpu = self._inventory.gpu(device.gpu_uuid)
         larger = larger_profiles(gpu, device) if gpu is not None else []
         advice = f"next larger profiles: {', '.join(larger)}" if larger else "no profile of this GPU is larger"
+        if device.gib:
+            what, advice = f"the claim's part of {device.device}", "request more memory of it"
         ended = f"when container {container} ended with code {end.exit_code}"
         return f"{what} was full ({used:.3g} of {total:.3g} GiB) {ended}; {advice}"
 

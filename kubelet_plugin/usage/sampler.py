@@ -163,7 +163,8 @@ class UsageSampler:
                 usage = self.devices.get(key)
                 if usage is None or usage.ended_at is not None or usage.device != device:
                     usage = self._begun(record, device, now)
-                current[key] = replace(usage, record=record, totals=usage.totals.counted(now))
+                labels = usage.labels if usage.record.pods == record.pods else None  # later pods use it
+                current[key] = replace(usage, record=record, labels=labels, totals=usage.totals.counted(now))
         continued = {usage.series for usage in current.values()}
         for key, usage in self.devices.items():
             ended = usage if usage.ended_at is not None else usage.ended(now, self._interval)
@@ -222,7 +223,8 @@ class UsageSampler:
                 devices[key] = replace(usage, reading=None)
                 continue
             if usage.device.kind in (DeviceKind.SHARE, DeviceKind.SHARED):
-                reading = reading_of_share(reading, usage.labels, self._claims.pod_of_process)
+                gib = sum(entry.gib for entry in usage.record.devices if entry.gpu_uuid == uuid)
+                reading = reading_of_share(reading, usage.labels, self._claims.pod_of_process, gib)
             devices[key] = usage.measured(reading, now)
 
     def _read(self, targets: Iterable[UsageTarget]) -> Mapping[UsageTarget, UsageReading]:
@@ -234,6 +236,11 @@ class UsageSampler:
             except HardwareError as error:
                 log.debug("usage of a device is unknown", extra={"gpu": target.gpu_uuid, "error": str(error)})
         return readings
+
+    def memory_used(self, uid: str, device: str) -> int | None:
+        """Bytes that the pods of a claim used of the GPU of its ``device`` in the last sample; None: unknown."""
+        usage = self.devices.get((uid, device))
+        return usage.reading.memory_used if usage is not None and usage.reading is not None else None
 
     def has_activity(self, gpu_uuid: str) -> bool:
         """Whether the GPU is known to have activity counters."""

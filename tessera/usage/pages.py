@@ -40,6 +40,9 @@ SERIES_LABELS = ("node", "gpu", "namespace", "claim", "device", "class", "source
 OF_SHARE = "shared"
 """Value of ``source`` for a share of a GPU."""
 
+SHARED_DEVICE = "-shared-"
+"""In the label ``device`` of a part of a GPU that is shared by memory."""
+
 Series = tuple[str, ...]
 
 
@@ -90,11 +93,11 @@ def _samples(text: str) -> Iterable[tuple[str, Mapping[str, str], float]]:
 
 
 def _device(series: Series, values: Mapping[str, float], gpus: Mapping[GpuOfNode, GpuSlices]) -> UsageRecord:
-    node, gpu, namespace, claim, _, device_class, source = series
+    node, gpu, namespace, claim, device, device_class, source = series
     slices = values["slices"]
     activity = [values[name] for name in ("sm_active_ratio", "dram_active_ratio") if name in values]
     used, total = values.get("memory_used_bytes"), values.get("memory_total_bytes")
-    if source == OF_SHARE and total is not None:  # of the whole GPU
+    if source == OF_SHARE and total is not None and SHARED_DEVICE not in device:  # of the whole GPU
         whole = gpus.get(GpuOfNode(node, gpu))
         total = None if whole is None else total * slices / whole.slices
     return UsageRecord(

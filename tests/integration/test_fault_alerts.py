@@ -74,6 +74,9 @@ FAULTS = {
         )
         for kind in ("xid", "unavailable", "recovery", "failing", "lost", "stuck")
     },
+    "claims use more memory than they have": Fault(
+        "TesseraClaimsAboveMemory", f"tessera_claims_above_memory{{{PLUGIN}}}", *CONSTANT, OF_NODE
+    ),
     "claims can not be prepared": Fault(
         "TesseraPreparationsFailing",
         f'tessera_prepare_duration_seconds_count{{result="error", {PLUGIN}}}',

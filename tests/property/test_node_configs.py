@@ -37,6 +37,8 @@ SETTINGS = st.fixed_dictionaries(
         "publish": st.sampled_from(["curated", "complete", "all", ""]),
         "existingPartitions": st.sampled_from(["ignore", "publish", "none"]),
         "neighbours": st.sampled_from(["refuse", "exclude", 1]),
+        "memoryHook": st.sampled_from(["auto", "none", "/usr/bin/hook"]),
+        "frameworkVariables": st.sampled_from(["none", "jax", "pytorch", "jax,pytorch", "tensorflow"]),
         "share": st.just("0=2"),
     },
 )

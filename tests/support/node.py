@@ -182,7 +182,8 @@ def start_node(
     inventory.set_reserved({})
     scanner.discover(inventory)  # which asks for MIG mode
     paths = paths_of(simulated)
-    cdi = CdiDirectory(root / "cdi", SpecFormat(choice.driver_name, find_driver_files(paths, Path("/"))))
+    files = find_driver_files(paths, Path("/"), choice.cdi_hook, choice.memory_hook)
+    cdi = CdiDirectory(root / "cdi", SpecFormat(choice.driver_name, files, choice.framework_variables))
     pool = Pool(NODE, choice.driver_name)
     changes: list[str] = []
     repaired: list[Callable[[ClaimRecord, str], None]] = []

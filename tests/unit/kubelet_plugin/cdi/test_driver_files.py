@@ -33,8 +33,8 @@ class Host:
         place.parent.mkdir(parents=True, exist_ok=True)
         place.symlink_to(to)
 
-    def found(self, driver_root: str = "/", cdi_hook: str = AUTO) -> DriverFiles:
-        return find_driver_files(self.paths, Path(driver_root), cdi_hook)
+    def found(self, driver_root: str = "/", cdi_hook: str = AUTO, memory_hook: str = AUTO) -> DriverFiles:
+        return find_driver_files(self.paths, Path(driver_root), cdi_hook, memory_hook)
 
     def mounted(self) -> dict[str, str]:
         return dict(self.found(cdi_hook=NONE).mounts)
@@ -255,6 +255,7 @@ def test_a_hook_that_limits_memory_is_known_with_its_driver_also_without_ldconfi
     command = ("/usr/bin/nvidia-cdi-hook", "apply-cuda-memory-limits", "--driver-root", driver_root)
     assert host.found(driver_root).memory_hook == command
     assert host.found(driver_root, cdi_hook=NONE).memory_hook == ()
+    assert host.found(driver_root, memory_hook=NONE).memory_hook == ()
 
 
 @pytest.mark.parametrize(

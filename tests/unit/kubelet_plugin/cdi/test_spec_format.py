@@ -154,6 +154,31 @@ def test_the_hook_limits_a_container_to_what_its_share_has(
     assert memory_limits_in(named, hook=()) == [], "the hook is older or missing"
 
 
+@pytest.mark.parametrize(
+    ("frameworks", "fractions", "limit", "variables"),
+    [
+        pytest.param("none", [0.0685], None, [], id="not asked for"),
+        pytest.param("jax", [0.06857], None, ["XLA_PYTHON_CLIENT_MEM_FRACTION=0.0686"], id="JAX"),
+        pytest.param("pytorch", [0.5], None, ["PYTORCH_ALLOC_CONF=per_process_memory_fraction:0.5000"], id="PyTorch"),
+        pytest.param("jax", [0.5, 0.25], None, ["XLA_PYTHON_CLIENT_MEM_FRACTION=0.2500"] * 2, id="the smallest part"),
+        pytest.param("jax,pytorch", [None], None, [], id="the container sees its limit"),
+        pytest.param("jax", [0.5, None], None, [], id="and a full GPU"),
+        pytest.param("jax", [0.5], 1 << 30, [], id="the hook limits the container"),
+    ],
+)
+def test_frameworks_are_told_a_part_only_where_they_see_the_whole_gpu(
+    frameworks: str, fractions: list[float | None], limit: int | None, variables: list[str]
+) -> None:
+    files = DriverFiles(FILES.mounts, (), None, MEMORY_HOOK)
+    devices = [
+        CdiDevice(f"d{n}", f"GPU-{n}", NODES, memory_limit=limit, fraction=part) for n, part in enumerate(fractions)
+    ]
+    spec = json.loads(SpecFormat("d", files, frameworks).encode(UID, devices))
+    check(spec)
+    env = [variable for device in spec["devices"] for variable in device["containerEdits"]["env"]]
+    assert [variable for variable in env if "FRACTION" in variable or "PYTORCH" in variable] == variables
+
+
 def test_variables_of_different_devices_differ() -> None:
     names = ["gpu-0", "gpu-10", "gpu-1-mig-1g10gb-0", "gpu-1-mig-1g10gbme-0", "gpu-11-mig-1g10gb-0"]
     assert len({variable(name) for name in names}) == len(names)

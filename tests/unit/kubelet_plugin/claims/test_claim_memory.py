@@ -17,18 +17,19 @@ from driver.simulator.node import SimulatedNode
 from driver.simulator.state.gpu_load import SimulatedActivity, constant
 from kubelet_plugin.claims.claim_memory import memory_limit
 from kubelet_plugin.reconcile.memory_watch import PODS_INTERVAL_SECONDS, MemoryWatch
+from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.status.claim_status import device_statuses
 from kubelet_plugin.status.events import PluginEvents
 from tests.support.claims import NODE, result
 from tests.support.memory_limits import GIB, make_cgroup, read_limits
-from tests.support.node import KeptEvents, NodeUnderTest, paths_of, start_node
+from tests.support.node import EVERY_GPU_AS_FOUND, KeptEvents, NodeUnderTest, choosing, paths_of, start_node
 
 POD, OTHER, LATER = (f"{letter}f0c3c1e-93a5-4d6f-9f4e-1c0f1b1e6a77" for letter in "abc")
 UNLIMITED = pynvml.NVML_DEVICE_MEMORY_LIMIT_MAX
 NEW_DRIVER = {"driver_version": "615.71.09", "cuda_driver_version": "13.4"}
 
 
-def started(root: Path, **changes: object) -> NodeUnderTest:
+def started(root: Path, choice: NodeSettings = EVERY_GPU_AS_FOUND, **changes: object) -> NodeUnderTest:
     """A node whose first GPU is shared; ``changes`` are those of its description."""
     description = load_description("h100-1").replaced(**{**NEW_DRIVER, **changes})
     opened: list[Host] = []
@@ -42,7 +43,7 @@ def started(root: Path, **changes: object) -> NodeUnderTest:
         strategy_of=parse_shared("all=time-slicing").of,
         limit_of=lambda gpu, strategy: memory_limit(opened[-1].memory_limits, gpu, strategy),
     )
-    return start_node(root, gpus=description, sharing=sharing, open_host=open_host)
+    return start_node(root, gpus=description, sharing=sharing, open_host=open_host, choice=choice)
 
 
 @pytest.fixture
@@ -67,8 +68,8 @@ def cgroup(node: NodeUnderTest, pod: str) -> Path:
     return make_cgroup(node.simulated, f"kubepods/burstable/pod{pod}")
 
 
-def watch(node: NodeUnderTest, events: KeptEvents, clock: Any = lambda: 0.0) -> MemoryWatch:
-    return MemoryWatch(node.node, node.preparer.gpu_settings, node.api, PluginEvents(events.record, NODE), clock)
+def watch(node: NodeUnderTest, events: KeptEvents, **changes: Any) -> MemoryWatch:
+    return MemoryWatch(node.node, node.preparer.gpu_settings, node.api, PluginEvents(events.record, NODE), **changes)
 
 
 def test_a_pod_may_use_what_its_claims_have_and_nothing_once_they_have_ended(node: NodeUnderTest) -> None:
@@ -124,7 +125,8 @@ def test_a_pod_that_uses_a_claim_later_is_held_to_it_too_and_their_sum_is_watche
     node.preparer.prepare(claim)
     node.api.allocate("claim", part(6, "s1"), pods=(POD, LATER))
     events, now = KeptEvents(), [0.0]
-    watching = watch(node, events, lambda: now[0])
+    above: list[int] = []
+    watching = watch(node, events, report_above=above.append, clock=lambda: now[0])
     look = partial(watching.handle_scan, node.node.inventory.gpus)
     look()
     assert [limit(node, pod) for pod in (POD, LATER)] == [6, 6]
@@ -135,6 +137,7 @@ def test_a_pod_that_uses_a_claim_later_is_held_to_it_too_and_their_sum_is_watche
     look()
     assert [(about, reason) for about, reason, _ in events.told] == [("ResourceClaim/claim", "AboveItsMemory")]
     assert "2 pods use 10 GiB" in events.told[0][2]
+    assert above == [0, 1, 1]
     reads = node.api.reads
     now[0] += PODS_INTERVAL_SECONDS / 2
     look()
@@ -151,7 +154,7 @@ def test_a_pod_that_uses_a_claim_later_is_held_to_it_too_and_their_sum_is_watche
     ],
 )
 def test_where_nothing_limits_memory_the_claim_is_prepared_and_says_so(
-    tmp_path: Path, changes: dict[str, object], message: str
+    tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     node = started(tmp_path, **changes)
     claim = node.api.allocate("claim", part(6, "s1"), pods=(POD,))
@@ -162,6 +165,98 @@ def test_where_nothing_limits_memory_the_claim_is_prepared_and_says_so(
     assert node.nothing_left()
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason", "message"),
+    [
+        pytest.param({}, "MemoryLimited", "the driver holds its programs to that", id="limited"),
+        pytest.param(
+            {"driver_version": "580.95.05"},
+            "MemoryNotLimited",
+            "can't limit GPU memory by cgroup; 615 and newer can",
+            id="older driver",
+        ),
+        pytest.param({"cgroups": "v1"}, "MemoryNotLimited", "is not cgroup v2", id="cgroup v1"),
+    ],
+)
+def test_an_event_says_once_what_holds_a_claim_to_its_memory(
+    tmp_path: Path, changes: dict[str, Any], reason: str, message: str
+) -> None:
+    node, events = started(tmp_path, **changes), KeptEvents()
+    make_cgroup(node.simulated, f"kubepods/burstable/pod{POD}")
+    node.preparer.prepare(node.api.allocate("before", part(1, "s0"), pods=(POD,)))
+    watching = watch(node, events)
+    node.preparer.prepare(node.api.allocate("claim", part(6, "s1"), pods=(POD,)))
+    for _ in range(2):
+        watching.handle_scan(node.node.inventory.gpus)
+    assert [(about, reason) for about, reason, _ in events.told] == [("ResourceClaim/claim", reason)]
+    assert "6 GiB of GPU" in events.told[0][2]
+    assert message in events.told[0][2]
+
+
+def test_a_claim_that_nothing_limits_is_reported_while_it_uses_more_than_it_has(tmp_path: Path) -> None:
+    node, events = started(tmp_path, driver_version="580.95.05"), KeptEvents()
+    claims = [
+        node.api.allocate(name, part(gib, name), pods=(pod,))
+        for name, gib, pod in (("first", 6, POD), ("second", 2, POD), ("other", 4, OTHER))
+    ]
+    for claim in claims:
+        node.preparer.prepare(claim)
+    used: dict[str, int | None] = {}
+    above: list[int] = []
+    watching = watch(node, events, memory_used=lambda uid, _: used[uid], report_above=above.append)
+    first, second, other = (claim.uid for claim in claims)
+    for of_pod, of_other in ((8, 4), (8, 5), (9, 5), (9, None), (8, 4), (8, 5)):
+        used = {first: of_pod * GIB, second: of_pod * GIB, other: None if of_other is None else of_other * GIB}
+        watching.handle_scan(node.node.inventory.gpus)
+    assert above == [0, 1, 3, 3, 0, 1]
+    reported = [about for about, reason, _ in events.told if reason == "AboveItsMemory"]
+    assert [about.partition("/")[2] for about in reported] == ["other", "first", "second", "other"]
+    assert "5 GiB of GPU" in events.told[0][2]
+    assert "nothing holds its programs to that" in events.told[0][2]
+
+
+def in_containers(node: NodeUnderTest) -> list[str]:
+    """What the CDI specs of claims say of a container's memory."""
+    devices = [device["containerEdits"] for spec in node.cdi_specs().values() for device in spec["devices"]]
+    hooks = [call["args"][1] for edits in devices for call in edits.get("hooks", [])]
+    return hooks + [variable for edits in devices for variable in edits["env"] if "FRACTION" in variable]
+
+
+HOOK, FRACTION = "apply-cuda-memory-limits", "XLA_PYTHON_CLIENT_MEM_FRACTION=0.0696"
+
+
+@pytest.mark.parametrize(
+    ("flags", "changes", "told"),
+    [
+        pytest.param({}, {}, [HOOK], id="hook"),
+        pytest.param({"memory_hook": "none"}, {}, [FRACTION], id="hook switched off"),
+        pytest.param({}, {"cgroups": "misc"}, [], id="containers see the pod's limit"),
+        pytest.param({}, {"driver_version": "580.95.05"}, [FRACTION], id="older driver"),
+    ],
+)
+def test_a_container_is_told_its_memory_unless_its_pod_has_two_claims(
+    tmp_path: Path, flags: dict[str, object], changes: dict[str, Any], told: list[str]
+) -> None:
+    hook = started(tmp_path, **changes).simulated.root / "usr/bin/nvidia-cdi-hook"
+    hook.parent.mkdir(parents=True, exist_ok=True)
+    hook.write_text(f"{HOOK}\n")
+    node = started(tmp_path, choosing(framework_variables="jax", **flags), **changes)
+    for pod in (POD, OTHER):
+        make_cgroup(node.simulated, f"kubepods/burstable/pod{pod}")
+    first, second, other = (
+        node.api.allocate(name, part(6, name), pods=(pod,))
+        for name, pod in (("first", POD), ("second", POD), ("other", OTHER))
+    )
+    node.preparer.prepare(first)
+    assert in_containers(node) == told
+    node.preparer.prepare(second)
+    assert in_containers(node) == []
+    node.preparer.prepare(other)
+    assert in_containers(node) == told
+    node.preparer.prepare(first)
+    assert in_containers(node) == told
+
+
 def test_a_program_gets_no_more_memory_than_its_claim_has(node: NodeUnderTest) -> None:
     node.preparer.prepare(node.api.allocate("claim", part(6, "s1"), pods=(POD,)))
     container = make_cgroup(node.simulated, f"kubepods/burstable/pod{POD}/container")
@@ -169,3 +264,15 @@ def test_a_program_gets_no_more_memory_than_its_claim_has(node: NodeUnderTest) -
     put(constant(SimulatedActivity(), 6 * GIB), cgroup=container)
     with pytest.raises(UsageError, match="OUT_OF_MEMORY"):
         put(constant(SimulatedActivity(), 7 * GIB), cgroup=container)
+
+
+def test_a_claim_that_names_no_pod_is_held_to_nothing_and_says_so(node: NodeUnderTest) -> None:
+    claim, events = node.api.allocate("of-a-group", part(6, "s1")), KeptEvents()
+    watching = watch(node, events)
+    assert node.preparer.prepare(claim)
+    watching.handle_scan(node.node.inventory.gpus)
+    assert "the claim is reserved for no pods, whose cgroups could be limited" in events.told[0][2]
+    [[status]] = device_statuses(node.node.checkpoint.records()).values()
+    assert status.data["memory"]["limit"] == "none"
+    node.preparer.unprepare(claim)
+    assert node.nothing_left()

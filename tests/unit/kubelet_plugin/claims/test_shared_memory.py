@@ -134,6 +134,7 @@ def test_without_a_controller_a_shared_gpu_with_room_offers_nothing_else(node: N
 def test_an_api_server_that_would_make_it_exclusive_gets_no_shared_device(node: NodeUnderTest) -> None:
     assert DEVICE in taints(node, PublishPolicy())
     assert DEVICE not in taints(node, PublishPolicy(keeps_sharing=False))
+    assert DEVICE not in taints(node, PublishPolicy(keeps_sharing=False, complete=True))
 
 
 @pytest.mark.parametrize("sharing", [GpuSharing(lambda _: 0), BY_MPS], ids=["not shared", "shared by MPS"])

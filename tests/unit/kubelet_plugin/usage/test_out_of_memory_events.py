@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -95,6 +96,20 @@ def test_a_failed_container_is_told_that_its_partition_was_full(after: UsageRead
     assert event == (
         "default/claim PartitionFull: partition 1g.10gb was full (9.7 of 9.75 GiB) when container main ended with "
         "code 1; next larger profiles: 1g.20gb, 2g.20gb, 3g.40gb"
+    )
+
+
+def test_a_failed_container_is_told_that_its_part_of_a_shared_gpu_was_full() -> None:
+    node, part = Node(), usage(reading(9.7, 7))
+    shared = msgspec.structs.replace(part.device, device="gpu-0-shared", kind=DeviceKind.SHARED, profile=None, gib=10)
+    node.full.check({KEY: replace(part, device=shared)})
+    node.clock.advance(1.0)
+    node.ends(1)
+    node.full.check({KEY: replace(part, device=shared, reading=None)})
+    [event] = node.events
+    assert event == (
+        "default/claim PartitionFull: the claim's part of gpu-0-shared was full (9.7 of 9.75 GiB) when container main "
+        "ended with code 1; request more memory of it"
     )
 
 

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
 from driver.hardware.usage import UsageReader
-from driver.model.gpu_settings import GpuSharing
+from driver.model.gpu_settings import GpuSharing, parse_shared
 from driver.simulator.state.gpu_load import Phase, SimulatedActivity, constant, duty
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.metrics.usage import COUNTERS, GAUGES, INFO, SERIES_PER_DEVICE, UsageCollector
@@ -23,7 +23,7 @@ from kubelet_plugin.usage.labels import ClaimLabels, labels_of
 from kubelet_plugin.usage.sampler import LINGER_SECONDS, UsageSampler
 from kubelet_plugin.usage.totals_file import TotalsFile
 from tests.harness.waiting import wait_for
-from tests.support.claims import ClaimApi
+from tests.support.claims import ClaimApi, result
 from tests.support.node import start_node
 
 INTERVAL = 15.0
@@ -33,7 +33,7 @@ DOCS = Path(__file__).parents[4] / "docs" / "metrics.md"
 SLICES = "tessera_claim_slices"
 SM, DRAM, MEMORY = "tessera_claim_sm_active_ratio", "tessera_claim_dram_active_ratio", "tessera_claim_memory_used_bytes"
 ALLOCATED, USED = "tessera_claim_allocated_slice_seconds_total", "tessera_claim_used_slice_seconds_total"
-MEASURED = "tessera_claim_measured_slice_seconds_total"
+TOTAL, MEASURED = "tessera_claim_memory_total_bytes", "tessera_claim_measured_slice_seconds_total"
 IDLE = "tessera_claim_idle_seconds"
 
 
@@ -48,11 +48,14 @@ class Time:
 class Node:
     """A node at a time that the test moves; ``passes`` samples whenever the sampler wants to."""
 
-    def __init__(self, root: Path, gpus: str = "dgx-h100", *, time: Time | None = None, shares: int = 0) -> None:
+    def __init__(
+        self, root: Path, gpus: str = "dgx-h100", *, time: Time | None = None, shares: int = 0, shared: str = ""
+    ) -> None:
         self.time = time or Time()
         self.api = ClaimApi()
         self.root, self.shares, self.pods = root, shares, dict[int, str]()
-        self.node = start_node(root, self.api, gpus=gpus, sharing=GpuSharing(lambda _: shares), clock=self.time)
+        sharing = GpuSharing(lambda _: shares, strategy_of=parse_shared(shared).of)
+        self.node = start_node(root, self.api, gpus=gpus, sharing=sharing, clock=self.time)
         self.start()
 
     def start(self) -> None:
@@ -261,6 +264,22 @@ def test_a_share_has_the_memory_of_its_own_pods_and_the_activity_of_the_gpu(tmp_
     assert node.value(SLICES, "one") == 2
     assert node.labels("one")["source"] == "shared"
     assert node.value(MEMORY, "one") == 0  # no process in its pods
+
+
+def test_a_part_of_a_shared_gpu_has_the_memory_of_its_claim_and_uses_what_its_pods_do(tmp_path: Path) -> None:
+    node = Node(tmp_path, shared="all=time-slicing")
+    node.pods = {7: "pod-a", 8: "pod-b"}
+    part = result("gpu-0-shared", shareID="s1", consumedCapacity={"memory": "6Gi"})
+    claim = node.api.allocate("claim", part, pods=("pod-a",))
+    node.node.preparer.prepare(claim)
+    node.load("claim", busy(0.3, memory=4), pid=7)
+    node.load("claim", busy(0.1, memory=3), pid=8)
+    node.passes(30)
+    assert (node.value(MEMORY, "claim"), node.value(TOTAL, "claim")) == (4 * GIB, 6 * GIB)
+    node.api.allocate("claim", part, pods=("pod-a", "pod-b"))
+    node.node.preparer.prepare(claim)
+    node.passes(30)
+    assert node.value(MEMORY, "claim") == node.sampler.memory_used(claim.uid, "gpu-0-shared-s1") == 7 * GIB
 
 
 def test_a_gpu_that_hangs_leaves_a_gap_in_its_own_claims_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,7 +160,9 @@ def test_without_reports_a_namespace_account_sees_what_pod_and_claim_say(api: Ob
     ask(api, "wanted")
     api.folder(PODS)["wanted"]["status"]["conditions"] = [condition]
     ask(api, "starting", nodeName="n1")
-    hold(api, "team-a/starting", "n1", "gpu-0")
+    hold(api, "team-a/starting", "n1", "gpu-0-shared")
+    [allocated] = api.folder(CLAIMS)["starting"]["status"]["allocation"]["devices"]["results"]
+    allocated |= {"shareID": "1f0c3c1e", "consumedCapacity": {"memory": "6Gi"}}
     uid = api.folder(PODS)["starting"]["metadata"]["uid"]
     about = {"involvedObject": {"uid": uid}, "type": "Warning", "message": "no CDI"}
     api.store(f"{EVENTS}/failed", **about, reason="FailedPrepareDynamicResources")
@@ -168,7 +170,7 @@ def test_without_reports_a_namespace_account_sees_what_pod_and_claim_say(api: Ob
         "pod/wanted": "NotReported: no Event of the controller says why it is pending",
         "claim/wanted": "NotReported: no Event of the controller",
         "pod/starting": "n1 has not prepared it: FailedPrepareDynamicResources: no CDI",
-        "claim/starting": "Allocated: it is allocated: gpu-0 of pool n1",
+        "claim/starting": "Allocated: it is allocated: memory 6Gi of gpu-0-shared of pool n1",
         "pod/gone": "namespace team-a has no pod named gone",
     }
     # What the controller reported before the pod had its node.

@@ -66,6 +66,14 @@ def test_the_memory_of_a_share_is_its_part_of_the_gpu() -> None:
     assert [device.memory for device in page.devices.values()] == [(5 * GIB, 20 * GIB)] * 4
 
 
+def test_the_memory_of_a_part_of_a_shared_gpu_is_what_its_claim_has() -> None:
+    values = {"memory_used_bytes": 5 * GIB, "memory_total_bytes": 6 * GIB}
+    part = Held("team/dev", "gpu-0-shared-1f0c3c1e", slices=0.6, source="shared", values=values)
+    page = parse_page(usage_page("node-1", [GpuSeries()], [part]))
+    assert page is not None
+    assert [device.memory for device in page.devices.values()] == [(5 * GIB, 6 * GIB)]
+
+
 @pytest.mark.parametrize("text", ["", "<html>a proxy that knows better</html>", 'tessera_gpus{a="', "x{} y\n", "{}\n"])
 def test_a_page_that_is_no_metrics_is_a_node_that_can_not_be_read(text: str) -> None:
     reading = read_pages({"node-1": [lambda: usage_page("node-1", [GpuSeries()])], "node-2": [lambda: text]})
