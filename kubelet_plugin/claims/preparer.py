@@ -229,10 +229,11 @@ class Preparer:
             log.warning("a prepared claim was allocated anew: releasing the earlier devices", extra=extra)
             self.cleanup.release(record)
             record = None
-        if record is not None and (record.monitors, record.pods) != (allocated.monitors, allocated.pods):
-            # The record is of a version that knows no monitor devices, or of an allocation with others; or more pods
-            # use the claim.
-            record = replace(record, monitors=allocated.monitors, pods=allocated.pods)
+        pods = tuple(sorted({*(record.pods if record else ()), *allocated.pods}))
+        if record is not None and (record.monitors, record.pods) != (allocated.monitors, pods):
+            # The record is of a version or an allocation without these monitor devices, or other pods use the claim:
+            # the limits of earlier ones are lifted with it.
+            record = replace(record, monitors=allocated.monitors, pods=pods)
             stores.checkpoint.put(record)
         refuse_unusable(reference, allocated.devices, stores.inventory)
         # Held before the intent is on disk: concurrent work must find the devices taken.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from driver.kube.types import GpuNodePlan, PlanMetadata
-from driver.model.device import Device, devices_of
+from driver.model.device import Device, devices_of, merged
 from driver.model.gpu_events_and_conditions import DeviceCondition
-from driver.model.gpu_settings import GpuSharing
+from driver.model.gpu_settings import GpuSharing, parse_shared
+from driver.model.offer import Offer, Spot
 from driver.model.plan import COUNTERS_FIELD, TAINTS_FIELD, OfferMode, PlanMode, PlanSpec, PublishHeld
+from driver.model.shared_memory import SharingStrategy
 from driver.placement.occupancy import GpuState
 from driver.slices.build import PublishedGpu, SliceBuilder, slice_object
 from driver.slices.publisher import changes
@@ -31,10 +34,17 @@ from tests.support.gpus import gpu_of
 POOL = Pool("n1", "gpu.tessera.dev")
 GPUS = [gpu_of(minor=0), gpu_of(minor=1)]
 SHARES = {"GPU-0": 0, "GPU-1": 3}
-ON_GPU = {gpu.uuid: devices_of(gpu, gpu.minor, SHARES[gpu.uuid]) for gpu in GPUS}
+SHARING = GpuSharing(lambda gpu: SHARES[gpu.uuid], strategy_of=parse_shared("all=time-slicing").of)
+ON_GPU = {
+    gpu.uuid: devices_of(gpu, gpu.minor, SHARES[gpu.uuid], shared=SHARING.memory_of(gpu, SharingStrategy.TIME_SLICING))
+    for gpu in GPUS
+}
 DEVICES = {device.name: device for devices in ON_GPU.values() for device in devices}
 NAMES = st.lists(st.sampled_from(sorted(DEVICES)), max_size=6)
-LARGE = st.lists(st.sampled_from(["gpu-0", "gpu-0-mig-3g40gb-0", "gpu-0-mig-3g40gb-4", "gpu-1", "gpu-1-share-0"]))
+SHARED = ["gpu-0-shared", "gpu-1-shared"]
+LARGE = st.lists(
+    st.sampled_from(["gpu-0", "gpu-0-mig-3g40gb-0", "gpu-0-mig-3g40gb-4", "gpu-1", "gpu-1-share-0", *SHARED])
+)
 ALL = 100
 
 
@@ -52,11 +62,11 @@ class Node(RuleBasedStateMachine):
     def start(self, mode: PlanMode, dropped: bool) -> None:
         self.slices: dict[str, Any] = {}
         self.dropped: tuple[str, ...] = (COUNTERS_FIELD, TAINTS_FIELD) if dropped else ()
-        self.prepared: dict[str, Device] = {}
+        self.claims: dict[str, Device] = {}
         self.memory = PlanMemory("epoch", mode)
         self.plan: GpuNodePlan | None = None
         self.alive, self.now = True, 0.0
-        self.inventory = Inventory(GPUS, {"GPU-0": 0, "GPU-1": 1}, GpuSharing(lambda gpu: SHARES[gpu.uuid]))
+        self.inventory = Inventory(GPUS, {"GPU-0": 0, "GPU-1": 1}, SHARING)
         self.start_node()
 
     def start_node(self) -> None:
@@ -66,6 +76,16 @@ class Node(RuleBasedStateMachine):
         self.follower = PlanFollower(instructions, self.inventory, fields, store, ChangeNotifier(), timing=timing)
         self.report = PlanReport(self.follower)
         self.builder = SliceBuilder(POOL)
+
+    def offered(self) -> frozenset[Offer]:
+        """What the plan offers that the node follows."""
+        is_followed = self.memory.mode is PlanMode.PLANNED and self.follower.mode_choice.plan_of_epoch() is not None
+        return self.plan.spec.offered if self.plan is not None and is_followed else frozenset()
+
+    @property
+    def prepared(self) -> dict[str, Device]:
+        """The devices of claims, a shared one with the memory of all its claims."""
+        return {device.name: device for device in merged(self.claims.values())}
 
     def remember(self, memory: PlanMemory) -> None:
         self.memory = memory
@@ -136,7 +156,8 @@ class Node(RuleBasedStateMachine):
             published = [device for device in entry.offers if device.name in there]
             held = [device for device in self.prepared.values() if device.gpu is entry.gpu]
             assert entry.counted or entry.unpublished or fit_together([*held, *published])
-            if published:
+            open_to_more = [device for device in held if device.shared is not None and device.offer in self.offered()]
+            if published or open_to_more:
                 assert {device.name for device in held} <= there
 
     @rule(
@@ -183,21 +204,23 @@ class Node(RuleBasedStateMachine):
         if devices:
             self.prepare(devices[at % len(devices)]["name"])
 
-    @rule(name=st.sampled_from(sorted(DEVICES)))
-    def prepare(self, name: str) -> None:
+    @rule(name=st.sampled_from([*sorted(DEVICES), *SHARED]), gib=st.sampled_from([1, 30, 60]))
+    def prepare(self, name: str, gib: int = 1) -> None:
         """Also what is not published: a late allocation."""
-        device = DEVICES[name]
-        on_gpu = [each for each in self.prepared.values() if each.gpu is device.gpu]
-        if name not in self.prepared and GpuState.of(device.gpu, on_gpu).fits(device):
-            self.prepared[name] = device
-            self.inventory.hold(ClaimReference("default", name, name), [device])
+        device, claim = DEVICES[name], name
+        if device.shared is not None:
+            device, claim = replace(device, spot=Spot(device.spot.kind, gib)), f"{name}-{gib}"
+        on_gpu = [each for each in self.claims.values() if each.gpu is device.gpu]
+        if claim not in self.claims and GpuState.of(device.gpu, on_gpu).fits(device):
+            self.claims[claim] = device
+            self.inventory.hold(ClaimReference("default", claim, claim), [device])
 
     @rule(at=st.integers(0, 9))
     def a_claim_ends(self, at: int) -> None:
-        if self.prepared:
-            name = sorted(self.prepared)[at % len(self.prepared)]
-            del self.prepared[name]
-            self.inventory.release(name)
+        if self.claims:
+            claim = sorted(self.claims)[at % len(self.claims)]
+            del self.claims[claim]
+            self.inventory.release(claim)
 
     @rule(fields=st.sampled_from([(), (COUNTERS_FIELD,), (TAINTS_FIELD,), (COUNTERS_FIELD, TAINTS_FIELD)]))
     def the_api_server_is_replaced(self, fields: tuple[str, ...]) -> None:

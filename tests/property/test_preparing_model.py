@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from driver.errors import HardwareError, RecoverableError
 from driver.model.device import Device
 from driver.model.gpu import Partition
-from driver.model.gpu_settings import GpuSharing, time_slice_in_force
+from driver.model.gpu_settings import GpuSharing, parse_shared, time_slice_in_force
+from driver.model.shared_memory import MemoryLimit
 from driver.placement.occupancy import GpuState, overlap
 from driver.step_observer import Moment
+from kubelet_plugin.claims.allocation import pods_of
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.step_names import NodeStep
 from tests.support.claims import opaque, result
+from tests.support.invariants import limits_in_force, limits_of
+from tests.support.memory_limits import description_with_limits, make_cgroup
 from tests.support.node import NodeUnderTest, start_node
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -29,6 +34,13 @@ MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 CLAIMS = st.sampled_from(["a", "b", "c", "d"])
 STEPS = st.sampled_from(list(NodeStep))
 MOMENTS = st.sampled_from(["before", "after"])
+PODS = st.sampled_from([("a1",), ("a1",), ("b2",), ("a1", "b2")])
+"""Claims of one pod are held to their sum, and a claim may be that of several pods."""
+
+WHOLE = 79
+"""GiB of the shared device."""
+
+PARTS = st.sampled_from([1, 6, 20, 40, WHOLE])
 DEVICES = [
     "gpu-0",
     *(f"gpu-0-mig-1g10gb-{start}" for start in range(7)),
@@ -40,6 +52,11 @@ DEVICES = [
     "gpu-0-mig-7g80gb-0",
     *(f"gpu-0-share-{index}" for index in range(4)),
 ]
+SHARING = GpuSharing(lambda _: 4, strategy_of=parse_shared("all=time-slicing").of)
+
+
+def part(gib: int, share: str, request: str) -> dict[str, Any]:
+    return result("gpu-0-shared", request, shareID=share, consumedCapacity={"memory": f"{gib}Gi"})
 
 
 def share_config(interval: str) -> dict[str, Any]:
@@ -59,8 +76,10 @@ class NodeLife(RuleBasedStateMachine):
         self.root = Path(tempfile.mkdtemp(prefix="tessera-model-", dir=MEMORY))
         self.trouble: tuple[NodeStep, Moment, type[BaseException]] | None = None
         self.node: NodeUnderTest = start_node(
-            self.root, observer=self.observe, gpus="h100-1", sharing=GpuSharing(lambda _: 4)
+            self.root, observer=self.observe, gpus=description_with_limits("h100-1"), sharing=SHARING
         )
+        for [pod] in (("a1",), ("b2",)):
+            make_cgroup(self.node.simulated, f"kubepods/pod{pod}")
         self.claims: dict[str, ClaimReference] = {}
         self.prepared: set[str] = set()
         self.foreign: list[Partition] = []
@@ -81,6 +100,13 @@ class NodeLife(RuleBasedStateMachine):
         results = [result(device, f"r{index}") for index, device in enumerate(devices)]
         config = [share_config(interval)] if interval else []
         self.claims[name] = self.node.api.allocate(name, *results, config=config)
+
+    @rule(name=CLAIMS, parts=st.lists(PARTS, min_size=1, max_size=2), pods=PODS)
+    def allocate_memory(self, name: str, parts: list[int], pods: tuple[str, ...]) -> None:
+        """The same of a shared device; or only other pods use the claim now."""
+        self.prepared.discard(name)
+        results = [part(gib, f"{name}-{index}-{gib}", f"r{index}") for index, gib in enumerate(parts)]
+        self.claims[name] = self.node.api.allocate(name, *results, pods=pods)
 
     @rule(name=CLAIMS)
     def prepare(self, name: str) -> None:
@@ -110,15 +136,27 @@ class NodeLife(RuleBasedStateMachine):
     def restart(self, shares: int = 4) -> None:
         """A new process, maybe with another number of shares in its settings."""
         self.trouble = None
-        self.node = self.node.restart(self.observe, GpuSharing(lambda _: shares))
+        self.node = self.node.restart(self.observe, replace(SHARING, shares_of=lambda _: shares))
 
     @rule(name=CLAIMS, preparing=st.booleans(), step=STEPS, moment=MOMENTS)
     def crash(self, name: str, preparing: bool, step: NodeStep, moment: Moment) -> None:
         """The plugin is killed at some step, if it comes to that step, and started again."""
         self.trouble = (step, moment, Crash)
+        before = limits_in_force(self.node.simulated)
         with suppress(Crash):
             (self.prepare if preparing else self.unprepare)(name)
+        after = limits_in_force(self.node.simulated)
+        concerned = self.pods_of(name)
+        others = {key for key in before.keys() | after.keys() if key[1] not in concerned}
+        assert {key: before.get(key) for key in others} == {key: after.get(key) for key in others}
         self.restart()
+
+    def pods_of(self, name: str) -> set[str]:
+        """Those that the claim is for now, and was for when it was prepared."""
+        if name not in self.claims:
+            return set()
+        record = self.node.node.checkpoint.get(self.claims[name].uid)
+        return {*pods_of(self.node.api.claims["default", name]), *(record.pods if record else ())}
 
     @rule(name=CLAIMS, preparing=st.booleans(), step=STEPS, moment=MOMENTS)
     def fail(self, name: str, preparing: bool, step: NodeStep, moment: Moment) -> None:
@@ -155,6 +193,14 @@ class NodeLife(RuleBasedStateMachine):
         for index, device in enumerate(held):
             assert GpuState.of(device.gpu, held[:index]).fits(device)
         assert len({device.name for device in held}) == len(held)
+
+    @invariant()
+    def pods_are_limited_to_what_their_claims_have(self) -> None:
+        records = self.node.node.checkpoint.records()
+        if all(record.phase == "prepared" and not record.releasing for record in records):  # else something is owed
+            assert limits_in_force(self.node.simulated) == limits_of(records)
+            shared = [device for record in records for device in record.devices if device.gib]
+            assert all(device.limit is MemoryLimit.CGROUP for device in shared)
 
     @invariant()
     def offers_never_overlap_what_is_held(self) -> None:
@@ -204,6 +250,7 @@ class NodeLife(RuleBasedStateMachine):
         assert self.node.cdi_specs() == {}
         assert self.node.held() == set()
         assert self.node.partitions() == self.foreign
+        assert limits_in_force(self.node.simulated) == {}
         shutil.rmtree(self.root)
 
 

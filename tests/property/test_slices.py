@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from driver.model.device import MOST_SHARES, Device, devices_of, number_gpus, share_device
-from driver.model.gpu import MigMode
+from driver.model.device import MOST_SHARES, Device, devices_of, merged, number_gpus, share_device, shared_device
+from driver.model.gpu import Gpu, MigMode
 from driver.model.offer import DeviceKind
+from driver.model.shared_memory import SHARING_FIELD, SharedMemory
 from driver.placement.occupancy import GpuState
 from driver.simulator.products import facts, find_product
 from driver.slices.attributes import quantity
@@ -29,6 +30,7 @@ from driver.slices.slice_names import DEVICES_PER_GPU, Pool
 from kubelet_plugin.inventory.published_devices import ForeignPartitions, PublishableGpu, PublishPolicy
 from tests.support.gpus import H100, MIB, gpu_of
 from tests.support.published import build_slices
+from tests.support.shared_gpus import shared_memory
 
 
 def has_geometry(name: str) -> bool:
@@ -44,6 +46,15 @@ POOL = Pool("node-a", "gpu.tessera.dev")
 
 products = st.sampled_from([*PRODUCTS, "NVIDIA L40S"])
 share_counts = st.sampled_from([0, 0, 2, 3, 10, MOST_SHARES])
+shared_memories = st.sampled_from([None, shared_memory(79)])
+PARTS = (1, 6, 40, 79)
+"""GiB that claims have of a shared device."""
+
+
+def claimable(gpu: Gpu, number: int, shares: int, shared: SharedMemory | None) -> list[Device]:
+    """Everything that a claim can have of ``gpu``."""
+    exclusive = devices_of(gpu, number, shares)
+    return [*exclusive, *(shared_device(gpu, number, shared, gib) for gib in PARTS if shared is not None)]
 
 
 def admitted(devices: list[Device]) -> list[Device]:
@@ -70,11 +81,13 @@ def held_gpus(draw: st.DrawFn, most: int = 9) -> Fleet:
     found = Fleet()
     for minor, number in enumerate(numbers):
         gpu = gpu_of(product, minor)
-        shares = draw(share_counts)
-        every = devices_of(gpu, number, shares)
-        held = admitted(draw(st.lists(st.sampled_from(every), max_size=8, unique_by=lambda device: device.name)))
-        offers = tuple(d for d in every if d not in held and GpuState.of(gpu, held).fits(d))
-        entry = PublishedGpu(gpu, number, tuple(held), offers, divided=shares > 0)
+        shares, shared = draw(share_counts), draw(shared_memories)
+        every = devices_of(gpu, number, shares, shared=shared)
+        wanted = draw(st.lists(st.sampled_from(claimable(gpu, number, shares, shared)), max_size=8))
+        held = merged(admitted(wanted))
+        names = {device.name for device in held}
+        offers = tuple(d for d in every if d.name not in names and GpuState.of(gpu, held).fits(d))
+        entry = PublishedGpu(gpu, number, tuple(held), offers, divided=shares > 0 or shared is not None)
         chosen = limited(len(held), offers, entry.occupied)
         found.append(replace(entry, offers=tuple(device for device in offers if device.name in chosen)))
     return found
@@ -120,6 +133,8 @@ def check_device(device: Content, sets: dict[str, dict[str, Any]]) -> None:
             assert len(content) <= 64
         if kind == "version":
             assert VERSION.fullmatch(content)
+    for amount_of in device.get("capacity", {}).values() if device.get(SHARING_FIELD) else ():
+        assert amount_of["requestPolicy"]["default"], "the first claim would get all of a capacity without a policy"
     assert 1 <= len(device["consumesCounters"]) <= 2
     for consumed in device["consumesCounters"]:
         for counter, value in consumed["counters"].items():
@@ -128,7 +143,7 @@ def check_device(device: Content, sets: dict[str, dict[str, Any]]) -> None:
 
 @given(held_gpus(most=3))
 def test_a_device_says_the_same_held_or_offered_whatever_else_is_held(gpus: Fleet) -> None:
-    every = [(entry, devices_of(entry.gpu, entry.number, shares_on(entry))) for entry in gpus]
+    every = [(entry, devices_of(entry.gpu, entry.number, shares_on(entry), shared=memory_of(entry))) for entry in gpus]
     # Alone on its GPU: beside all others some shares would have to wait.
     free = {d.name: described([replace(e, held=(), offers=(d,))])[d.name] for e, devices in every for d in devices}
     assert [name for name, device in described(gpus).items() if free[name] != device] == []
@@ -165,6 +180,10 @@ def test_complete_slices_do_not_show_what_is_held(product: str, shares: int, dat
 
 def shares_on(entry: PublishedGpu) -> int:
     return max((device.shares for device in (*entry.held, *entry.offers) if device.kind is DeviceKind.SHARE), default=0)
+
+
+def memory_of(entry: PublishedGpu) -> SharedMemory | None:
+    return next((device.shared for device in (*entry.held, *entry.offers) if device.shared is not None), None)
 
 
 @given(products, share_counts, st.integers(0, 10))
@@ -204,9 +223,13 @@ def test_building_from_memory_equals_building_from_nothing(gpus: Fleet, data: st
 
 
 def counters_left(devices: list[Device], available: dict[str, Any]) -> dict[str, int]:
-    """The counters without what all devices consume; a combination fits if none is negative."""
+    """The counters without what all devices consume; a combination fits if none is negative.
+
+    A shared device consumes them once, however many claims have it.
+    """
     left = {name: amount(value) for name, value in available.items()}
-    for device in devices:
+    shared = merged(device for device in devices if device.kind is DeviceKind.SHARED)
+    for device in (*shared, *(device for device in devices if device.kind is not DeviceKind.SHARED)):
         entry = PublishedGpu(device.gpu, 0, (device,), ())
         [published] = [d for c in build_slices(POOL, [entry]).values() for d in c.get("devices", ())]
         for name, value in published["consumesCounters"][0]["counters"].items():
@@ -222,10 +245,12 @@ def amount(value: dict[str, str]) -> int:
 
 @given(products, st.data())
 def test_the_scheduler_admits_exactly_what_fits_one_after_another(product: str, data: st.DataObject) -> None:
-    gpu = gpu_of(product)
-    devices = data.draw(st.lists(st.sampled_from(devices_of(gpu, 0, data.draw(share_counts))), max_size=8))
+    gpu, shared = gpu_of(product), data.draw(shared_memories)
+    every = claimable(gpu, 0, data.draw(share_counts), shared)
+    devices = data.draw(st.lists(st.sampled_from(every), max_size=8))
     left = counters_left(devices, counters_of_gpu(gpu))
-    assert (min(left.values()) >= 0) == (admitted(devices) == devices)
+    has_memory = shared is None or sum(d.spot.at for d in devices if d.kind is DeviceKind.SHARED) <= shared.gib
+    assert (min(left.values()) >= 0 and has_memory) == (admitted(devices) == devices)
 
 
 @given(products, st.data())

@@ -39,8 +39,11 @@ from driver.kube.types import (
     PlanMetadata,
     Result,
 )
-from driver.model.device import Device, devices_of
+from driver.model.device import Device, devices_of, is_shared
+from driver.model.gpu_settings import GpuSharing
+from driver.model.offer import DeviceKind, Spot
 from driver.model.plan import OfferMode, PlanMode, PlanSpec, PlanStatus
+from driver.model.shared_memory import SharingStrategy
 from driver.placement.occupancy import GpuState, overlap
 from driver.slices.build import CLOSED, SliceBuilder, slice_object
 from driver.slices.dropped_fields import KeptFields
@@ -59,9 +62,14 @@ from tests.support.node_views import changes as changes_of
 
 POOL = Pool("n1", "gpu.tessera.dev")
 GPU = gpu_of()
+SHARING = GpuSharing(lambda _: 0, strategy_of=lambda _: SharingStrategy.TIME_SLICING)
+SHARED = SHARING.memory_of(GPU, SharingStrategy.TIME_SLICING)
+PART, PARTS = 30, 2
+"""GiB that each claim has of the shared device, and how many claims can have them."""
+
 DEVICES = {
     device.name: device
-    for device in devices_of(GPU, 0, 0)
+    for device in devices_of(GPU, 0, 0, shared=SHARED)
     if device.profile is None or (device.profile.name in {"1g.10gb", "3g.40gb"} and device.mask & 0b11)
 }
 NAMES = st.sampled_from(sorted(DEVICES))
@@ -69,6 +77,17 @@ ALL = 99
 CLAIMS = [f"claim-{number}" for number in range(3)]
 
 Slices = Mapping[str, dict[str, Any]]
+
+
+def allocated(name: str) -> Device:
+    """The device as a claim has it: a part of a shared one."""
+    device = DEVICES[name]
+    return replace(device, spot=Spot(device.spot.kind, PART)) if is_shared(name) else device
+
+
+def most_claims(name: str) -> int:
+    """How many claims can have a device."""
+    return PARTS if is_shared(name) else 1
 
 
 @dataclass(frozen=True)
@@ -135,7 +154,7 @@ class OneNode(RuleBasedStateMachine):
         counts = sorted(self.stored.claims.values())
         if self.schedulers_count == 1:
             assert not twice
-            assert len(counts) == len(set(counts)), counts
+            assert all(counts.count(name) <= most_claims(name) for name in counts), counts
         sets = {each["name"] for spec in self.stored.slices.values() for each in spec.get("sharedCounters", ())}
         for spec in self.stored.slices.values():
             devices = {each["name"]: each for each in spec.get("devices", ())}
@@ -149,7 +168,7 @@ class OneNode(RuleBasedStateMachine):
     # The node
 
     def start_node(self) -> None:
-        self.inventory = Inventory([GPU], {GPU.uuid: 0})
+        self.inventory = Inventory([GPU], {GPU.uuid: 0}, SHARING)
         for claim, device in self.prepared.items():
             self.inventory.hold(ClaimReference("default", claim, claim), [device])
         instructions, fields = GivenInstructions(self.heard_plan, lambda: self.alive), KeptFields()
@@ -202,9 +221,9 @@ class OneNode(RuleBasedStateMachine):
     @rule(claim=st.sampled_from(CLAIMS))
     def the_node_prepares(self, claim: str) -> None:
         name = self.stored.claims.get(claim)
-        if name and claim not in self.prepared and self.inventory.conflict(claim, DEVICES[name]) is None:
-            self.prepared[claim] = DEVICES[name]
-            self.inventory.hold(ClaimReference("default", claim, claim), [DEVICES[name]])
+        if name and claim not in self.prepared and self.inventory.conflict(claim, allocated(name)) is None:
+            self.prepared[claim] = allocated(name)
+            self.inventory.hold(ClaimReference("default", claim, claim), [allocated(name)])
             self.the_node_publishes(hears=False)
             self.prepared_at = len(self.history) - 1
 
@@ -229,19 +248,20 @@ class OneNode(RuleBasedStateMachine):
         scheduler = self.schedulers[at % len(self.schedulers)]
         if claim in self.stored.claims or any(each.claim == claim for each in scheduler.assumed):
             return
-        taken = {*self.stored.claims.values(), *(each.device for each in scheduler.assumed)}
+        taken = [*self.stored.claims.values(), *(each.device for each in scheduler.assumed)]
         published = {
             each["name"]: each
             for spec in self.history[scheduler.seen].slices.values()
             for each in spec.get("devices", ())
         }
-        used = GpuState.of(GPU, [DEVICES[name] for name in taken & published.keys()])
+        # Counters are subtracted only for devices in the slices; a device in use needs none any more.
+        used = GpuState.of(GPU, [DEVICES[name] for name in published.keys() & {*taken}])
         free = [
             name
             for name, each in sorted(published.items())
-            if name not in taken
-            and name in DEVICES
-            and used.fits(DEVICES[name])
+            if name in DEVICES
+            and taken.count(name) < most_claims(name)
+            and (name in taken or used.fits(DEVICES[name]))
             and (tolerates or CLOSED not in each.get("taints", ()))
         ]
         if free:
@@ -290,7 +310,9 @@ class OneNode(RuleBasedStateMachine):
         """The controller's claims."""
         index = ClaimIndex(POOL.driver)
         for name, device in self.history[self.claims_at].claims.items():
-            results = (Result("gpu", POOL.driver, POOL.name, device),)
+            consumed: dict[str, str | int] | None = {"memory": f"{PART}Gi"} if is_shared(device) else None
+            share_id = name if is_shared(device) else None
+            results = (Result("gpu", POOL.driver, POOL.name, device, share_id=share_id, consumed_capacity=consumed),)
             status = ClaimStatus(Allocation(DeviceAllocation(results)))
             claim = Claim(Metadata(name=name, namespace="default", uid=name), ClaimSpec(), status)
             index.put(claim.metadata.key, claim)
@@ -314,7 +336,8 @@ class OneNode(RuleBasedStateMachine):
         fleet, devices = FleetBuilder().build([view], of_view), UnheldDevices()
         devices.update([view], of_view, fleet)
         plans = {"n1": self.plan} if self.plan.spec.epoch else {}
-        fitting = {device.name: device.offer for entry in fleet for device in possible(entry)}
+        shared = [device for entry in fleet for device in entry.held if device.kind is DeviceKind.SHARED]
+        fitting = {device.name: device.offer for device in (*shared, *(d for e in fleet for d in possible(e)))}
         offers = devices.offerable([fitting[name] for name in wanted if name in fitting], plans)
         excess = {device for offer, device in devices.managed.items() if offer not in offers}
         self.withdrawable = {each for each in self.withdrawable & excess & self.fenced if devices.is_published(each)}

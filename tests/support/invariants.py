@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import msgspec
 
 from driver.model.gpu_settings import time_slice_in_force
 from driver.model.offer import DeviceKind
+from driver.model.shared_memory import GIB, MemoryLimit
 from driver.simulator.node import SimulatedNode, describe
 from kubelet_plugin.cdi.spec_format import variable
 from kubelet_plugin.checkpoint.files import TEMPORARY
@@ -29,6 +30,9 @@ DRIVER = "gpu.tessera.dev"
 Object = Mapping[str, Any]
 Place = tuple[str, str, int]
 """A partition: UUID of its GPU, name of its profile, first memory slice."""
+
+PodLimits = Mapping[tuple[str, str], int]
+"""Bytes to which pods are limited, by UUID of the GPU and UID of the pod."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Facts:
     published    device names in the node's slices; None: the API server was not asked
     answered     uids of the claims that the kubelet was told are prepared and has not had unprepared
     foreign      partitions that somebody else made
+    limits       what the driver limits pods to
     """
 
     gpus: Sequence[Object]
@@ -53,6 +58,7 @@ class Facts:
     published: frozenset[str] | None = None
     answered: frozenset[str] = frozenset()
     foreign: frozenset[Place] = frozenset()
+    limits: PodLimits = field(default_factory=dict)
 
     def partitions(self) -> Iterator[tuple[Place, Object]]:
         for gpu in self.gpus:
@@ -81,7 +87,27 @@ def read_facts(host: Path | SimulatedNode, state_dir: Path, cdi_dir: Path, **mor
         for path, content in _files(cdi_dir, f"{DRIVER}-claim_*.json")
     }
     temporary = [path.name for folder in (claims, cdi_dir) for path in folder.glob(f".*{TEMPORARY}")]
-    return Facts(gpus, records, specs, temporary, **more)
+    return Facts(gpus, records, specs, temporary, limits=limits_in_force(node), **more)
+
+
+def limits_in_force(node: SimulatedNode) -> PodLimits:
+    """What the simulated driver limits pods to, those that have a cgroup."""
+    return {
+        (node.uuids[minor], path.name.removeprefix("pod")): limit.hard
+        for minor in node.present
+        for limit in node.gpu_state(minor).limits
+        if (path := Path(limit.cgroup)).exists()
+    }
+
+
+def limits_of(records: Iterable[ClaimRecord]) -> PodLimits:
+    """What pods may use by the records of their claims: the sum of what these have of a GPU."""
+    memory: Counter[tuple[str, str]] = Counter()
+    for record in records:
+        for device in record.devices:
+            if device.limit is MemoryLimit.CGROUP:
+                memory.update({(device.gpu_uuid, pod): device.gib * GIB for pod in record.pods})
+    return memory
 
 
 def _files(folder: Path, pattern: str) -> Iterator[tuple[Path, bytes]]:
@@ -120,6 +146,7 @@ def leftovers(facts: Facts) -> list[str]:
     found = [f"record of {record.namespace}/{record.name} ({record.phase})" for record in facts.records]
     found += [f"CDI spec of {uid}" for uid in facts.specs]
     found += [f"partition {place}" for place, _ in facts.partitions() if place not in facts.foreign]
+    found += [f"memory limit of pod {pod} on {gpu}" for gpu, pod in facts.limits]
     found += [f"time-slice {gpu['timeSlice']} of {gpu['uuid']}" for gpu in facts.gpus if gpu["timeSlice"] != "Default"]
     return found + [f"temporary file {name}" for name in facts.temporary]
 
@@ -141,12 +168,16 @@ def _memory_is_given_once(facts: Facts) -> Iterator[str]:
         if one.gpu_uuid != other.gpu_uuid:
             continue
         shares = one.kind is other.kind is DeviceKind.SHARE and one.device != other.device
-        if not shares and _slices(one) & _slices(other):
+        parts = one.kind is other.kind is DeviceKind.SHARED and one.key != other.key
+        if not (shares or parts) and _slices(one) & _slices(other):
             yield f"{one.device} of {first.name} and {other.device} of {second.name} overlap on {one.gpu_uuid}"
     for gpu in facts.gpus:
         shares_held = [d for _, d in facts.held() if d.gpu_uuid == gpu["uuid"] and d.kind is DeviceKind.SHARE]
         if sum(1 / device.shares for device in shares_held) > 1 + 1e-9:
             yield f"{gpu['uuid']}: the shares {[device.device for device in shares_held]} are more than the GPU"
+        gib = sum(device.gib for _, device in facts.held() if device.gpu_uuid == gpu["uuid"])
+        if gib > gpu["memoryTotal"] >> 10:
+            yield f"{gpu['uuid']}: claims have {gib} GiB of {gpu['memoryTotal']} MiB"
 
 
 def _prepared_devices_are_there(facts: Facts) -> Iterator[str]:
@@ -182,7 +213,7 @@ def _specs_name_the_devices(facts: Facts) -> Iterator[str]:
             yield f"prepared claim {record.name} has no CDI spec"
             continue
         wanted = {
-            f"{record.uid}-{d.device}": f"{variable(d.device)}={uuids.get(_place(d) or ('', '', 0), d.gpu_uuid)}"
+            f"{record.uid}-{d.key}": f"{variable(d.key)}={uuids.get(_place(d) or ('', '', 0), d.gpu_uuid)}"
             for d in record.devices
         }
         found = {device["name"]: device["containerEdits"] for device in facts.specs[record.uid]["devices"]}
@@ -218,6 +249,13 @@ def _time_slices_are_as_asked(facts: Facts) -> Iterator[str]:
             yield f"{gpu['uuid']} has time-slice {gpu['timeSlice']}, its claims ask for {asked}"
 
 
+def _pods_are_limited_to_what_their_claims_have(facts: Facts) -> Iterator[str]:
+    wanted = limits_of(record for record in facts.records if not record.needs_release)
+    for key in sorted(wanted.keys() | facts.limits.keys()):
+        if wanted.get(key) != facts.limits.get(key):
+            yield f"pod {key[1]} is limited to {facts.limits.get(key)} bytes of {key[0]}, not to {wanted.get(key)}"
+
+
 Rule = Callable[[Facts], Iterable[str]]
 
 ALWAYS: Sequence[Rule] = (_partitions_have_one_claim, _specs_have_a_claim, _memory_is_given_once)
@@ -230,6 +268,7 @@ AT_REST: Sequence[Rule] = (
     _held_devices_are_published,
     _nothing_is_half_done,
     _time_slices_are_as_asked,
+    _pods_are_limited_to_what_their_claims_have,
 )
 
 

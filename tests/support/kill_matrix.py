@@ -25,6 +25,8 @@ class Shape:
     mig: tuple[bool, bool]
 
 
+SHARED = "gpu-0-shared"
+
 SHAPES = (
     Shape("full", [Wanted(["gpu-0"])], (True, False)),
     Shape("MIG", [Wanted(["gpu-0-mig-1g10gb-6"])], (False, False)),
@@ -35,6 +37,11 @@ SHAPES = (
         (False, True),
     ),
     Shape("shares", [Wanted(["gpu-0-share-1"], "Long"), Wanted(["gpu-0-share-2"], "Short")], (True, False)),
+    Shape(
+        "memory",
+        [Wanted([SHARED], gib=6, pod=1), Wanted([SHARED], gib=2, pod=1), Wanted([SHARED], gib=70, pod=2)],
+        (True, False),
+    ),
 )
 
 
@@ -152,9 +159,9 @@ SCENARIOS = tuple(Scenario(shape, deed) for deed in DEEDS for shape in SHAPES)
 OF_MAKE_TEST = tuple(
     scenario
     for scenario in SCENARIOS
-    if scenario.shape.name == "MIG" or (scenario.shape.name == "shares" and not scenario.deed.starts)
+    if scenario.shape.name == "MIG" or (scenario.shape.name in ("shares", "memory") and not scenario.deed.starts)
 )
-"""One shape, and what shares have of their own: together they come to every step."""
+"""One shape, and what shares and parts of memory have of their own: together they come to every step."""
 
 TOLD = ("write-slice", "delete-slice", "write-status")
 """Steps after the answer. How often they come depends on how quickly changes follow each other."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from driver.errors import ApiError
 from driver.hardware.host import Host
@@ -20,25 +21,31 @@ from driver.model.device import Device, devices_of
 from driver.placement.occupancy import overlap
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.latency import ZERO_LATENCY
+from kubelet_plugin.checkpoint.records import device_key
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.invariants import DRIVER, Facts, allocations, published, read_facts, violations
 from tests.support.killable import KillablePlugin, Zygote
 from tests.support.kubelet import KnownClaim, Kubelet
+from tests.support.memory_limits import make_cgroup
 from tests.support.plugin import SLICES
-from tests.support.workloads import CLAIMS, request
+from tests.support.shared_gpus import shared_memory
+from tests.support.workloads import CLAIMS, PODS, request
 
 SOON_S = 60.0
 POLL_S = 0.03
 SHARES = 4
+WHOLE = 79
+"""GiB of a GPU that claims can have."""
+
 NODE_LABEL = "tests.tessera.dev/node"
 
 TWO_H100 = """\
 name: two-h100
 summary: two H100 SXM, for killing plugins
 product: NVIDIA H100 80GB HBM3
-driverVersion: 580.95.05
-cudaDriverVersion: "13.0"
+driverVersion: 615.71.09
+cudaDriverVersion: "13.4"
 gpus:
   - {pciBusId: "0000:1b:00.0", numaNode: 0, cpus: 0-55, pcieRoot: "pci0000:15", bridges: ["0000:15:01.0"]}
   - {pciBusId: "0000:43:00.0", numaNode: 0, cpus: 0-55, pcieRoot: "pci0000:3d", bridges: ["0000:3d:01.0"]}
@@ -49,10 +56,15 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class Wanted:
-    """A claim to be: the devices it is allocated, and the time-slice interval it asks for."""
+    """A claim to be: the devices it is allocated, and the time-slice interval it asks for.
+
+    ``gib``: what it has of its one device, which is a shared one. ``pod``: which of the node's pods uses it then.
+    """
 
     devices: Sequence[str]
     interval: str = ""
+    gib: int = 0
+    pod: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,13 +100,16 @@ class KillNode:
         )
         self.kubelet = Kubelet(*sockets)
         self.claims: list[KnownClaim] = []
+        self._pods: dict[str, str] = {}
         self.stranger = f"99999-{name}"
         self.start()
         self._simulated = SimulatedNode.attach(self._host_root, latency=ZERO_LATENCY)
         paths = HostPaths(self._host_root, self._host_root)
         self._host = Host(self._simulated.nvml, paths, simulated=True)
         self._gpus = self._host.discover().gpus
-        self._devices = {d.name: d for gpu in self._gpus for d in devices_of(gpu, gpu.minor, SHARES)}
+        self._devices = {
+            d.name: d for gpu in self._gpus for d in devices_of(gpu, gpu.minor, SHARES, shared=shared_memory(WHOLE))
+        }
 
     # The plugin
 
@@ -151,6 +166,10 @@ class KillNode:
         if self.claims:
             self._api.request("DELETE", self._own_claims)
         self.claims = []
+        for name in self._pods:
+            self._api.request("DELETE", f"{PODS}/{name}", {"gracePeriodSeconds": 0})
+            shutil.rmtree(make_cgroup(self._simulated, f"kubepods/pod{self._pods[name]}"))
+        self._pods = {}
 
     # What is seen
 
@@ -239,6 +258,7 @@ class KillNode:
             "host_root": self._host_root,
             "sim_latency": "zero",
             "shares": f"all={SHARES}",
+            "shared": "all=time-slicing",
         }
 
     def _allocated(self, wanted: Wanted) -> KnownClaim:
@@ -247,7 +267,7 @@ class KillNode:
         metadata = {"name": name, "labels": {NODE_LABEL: self.name}}
         created = self._api.post(CLAIMS, {"metadata": metadata, "spec": {"devices": {"requests": requests}}})
         pool = f"{self.name}-{DRIVER}"
-        results = [
+        results: list[Object] = [
             {"request": f"r{number}", "driver": DRIVER, "pool": pool, "device": device}
             for number, device in enumerate(wanted.devices)
         ]
@@ -258,8 +278,24 @@ class KillNode:
                 "nodeSelector": {"nodeSelectorTerms": [on_node]},
             }
         }
+        if wanted.gib:
+            share: Object = {"shareID": str(uuid4()), "consumedCapacity": {"memory": f"{wanted.gib}Gi"}}
+            results[0] |= share
+            created["status"]["reservedFor"] = [self._pod(f"{self.name}-pod-{wanted.pod}", name)]
         self._api.request("PUT", f"{CLAIMS}/{name}/status", created)
-        return KnownClaim(name, created["metadata"]["uid"], frozenset(wanted.devices))
+        keys = (device_key(result["device"], result.get("shareID", "")) for result in results)
+        return KnownClaim(name, created["metadata"]["uid"], frozenset(keys))
+
+    def _pod(self, name: str, claim: str) -> Object:
+        """A pod on this node with a cgroup, as the user of a claim; ``claim`` is the first that it uses."""
+        if name not in self._pods:
+            container = {"name": "main", "image": "none"}
+            claims = [{"name": "gpu", "resourceClaimName": claim}]
+            spec = {"nodeName": self.name, "containers": [container], "resourceClaims": claims}
+            created = self._api.post(PODS, {"metadata": {"name": name}, "spec": spec})
+            self._pods[name] = created["metadata"]["uid"]
+            make_cgroup(self._simulated, f"kubepods/pod{self._pods[name]}")
+        return {"resource": "pods", "name": name, "uid": self._pods[name]}
 
     def _slices(self) -> list[Object]:
         found = self._api.get(f"{SLICES}?fieldSelector=spec.nodeName%3D{self.name}")["items"]

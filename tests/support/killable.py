@@ -87,6 +87,12 @@ class KillablePlugin:
     def running(self) -> bool:
         return self._handle is not None and not self._ended(0)
 
+    @property
+    def pid(self) -> int:
+        """Of the process that was started last."""
+        lines = Path(f"/proc/self/fdinfo/{self._handle}").read_text().splitlines()
+        return next(int(line.removeprefix("Pid:")) for line in lines if line.startswith("Pid:"))
+
     def start(self) -> None:
         """Start it without waiting for anything."""
         assert not self.running

@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 
+from kubelet_plugin.checkpoint.records import device_key
 from kubelet_plugin.dra.protocol.generated import dra_v1_pb2, registration_v1_pb2
 from tests.harness.waiting import wait_for
 
@@ -34,7 +35,7 @@ class AnswerError(AssertionError):
 
 @dataclass(frozen=True)
 class KnownClaim:
-    """A claim as a kubelet names it, and the devices that it is allocated."""
+    """A claim as a kubelet names it, and the devices that it is allocated: a part of a shared one by its key."""
 
     name: str
     uid: str
@@ -123,7 +124,7 @@ class Kubelet:
             self.prepared.pop(claim.uid, None)
             return
         self.prepared[claim.uid] = claim
-        names = sorted(device.device_name for device in answer.devices)
+        names = sorted(device_key(device.device_name, device.share_id) for device in answer.devices)
         ids = [name for device in answer.devices for name in device.cdi_device_ids]
         wanted = sorted(f"{DRIVER}/claim={claim.uid}-{device}" for device in claim.devices)
         if names != sorted(claim.devices) or sorted(ids) != wanted:

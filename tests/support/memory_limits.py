@@ -19,13 +19,13 @@ from driver.simulator.tree import CGROUPS, MACHINE_CGROUPS
 GIB = 1 << 30
 
 
-def description_with_limits(**changes: object) -> NodeDescription:
+def description_with_limits(name: str = "h100-pcie-4", **changes: object) -> NodeDescription:
     """A node of a driver that limits memory."""
     changes = {"driver_version": "615.71.09", "cuda_driver_version": "13.4"} | changes
-    return load_description("h100-pcie-4").replaced(**changes)
+    return load_description(name).replaced(**changes)
 
 
-def node_with_limits(root: Path, **changes: object) -> SimulatedNode:
+def node_with_limits(root: Path, **changes: Any) -> SimulatedNode:
     """That node, with a session and without latency."""
     node = SimulatedNode.open(description_with_limits(**changes), root, latency=ZERO_LATENCY)
     node.nvml.nvmlInit()

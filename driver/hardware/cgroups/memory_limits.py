@@ -18,7 +18,7 @@ import pynvml
 from driver.errors import HardwareError, StateError
 from driver.hardware.cgroups.pod_cgroups import CGROUPS
 from driver.hardware.host_paths import HOST, HostPaths
-from driver.hardware.nvml_errors import ABSENT, nvml_call, refused
+from driver.hardware.nvml_errors import ABSENT, refused
 from driver.model.gpu import Gpu
 
 NO_LIMIT = int(pynvml.NVML_DEVICE_MEMORY_LIMIT_MAX)
@@ -49,8 +49,11 @@ class CgroupMemoryLimits:
         """``handle``: NVML's handle of a GPU."""
         self._nvml, self._paths, self._handle = nvml, paths, handle
 
-    def unsupported(self, gpu: Gpu) -> str | None:
-        """Why no limit can be set on a GPU; None if it can."""
+    def unsupported(self, gpu: Gpu, *, outside_mig_mode: bool = False) -> str | None:
+        """Why no limit can be set on a GPU; None if it can.
+
+        ``outside_mig_mode``: the GPU leaves MIG mode, in which the driver does not say whether it can, before it is.
+        """
         code = pynvml.NVML_SUCCESS
         try:
             self._read(gpu, self._paths.here(CGROUPS))
@@ -65,7 +68,7 @@ class CgroupMemoryLimits:
                 f"{self._paths.here(CGROUPS)} is not cgroup v2, which limits on GPU memory need: boot the node with "
                 "systemd.unified_cgroup_hierarchy=1"
             )
-        if code == pynvml.NVML_ERROR_NOT_SUPPORTED:
+        if code == pynvml.NVML_ERROR_NOT_SUPPORTED and not (outside_mig_mode and gpu.mig_mode.in_force):
             is_mig = " in MIG mode" if gpu.mig_mode.in_force else ""
             return f"the driver does not limit the memory of {gpu.uuid}{is_mig} by cgroup"
         return None
@@ -80,9 +83,13 @@ class CgroupMemoryLimits:
         return any(line.startswith("nvidia/") and address in line for line in lines)
 
     def read(self, gpu: Gpu, cgroup: Path) -> CgroupMemory:
-        """The limit of a cgroup and what its processes use."""
-        with nvml_call(f"reading the memory limit of {cgroup} on {gpu.uuid}"):
+        """The limit of a cgroup and what its processes use. A GPU in MIG mode has no limits."""
+        try:
             limits = self._read(gpu, cgroup)
+        except pynvml.NVMLError as error:
+            if error.value == pynvml.NVML_ERROR_NOT_SUPPORTED:
+                return CgroupMemory(None, 0)
+            raise refused(f"reading the memory limit of {cgroup} on {gpu.uuid}", error) from error
         hard = int(limits.hardLimit)
         return CgroupMemory(None if hard == NO_LIMIT else hard, int(limits.currentUsed))
 

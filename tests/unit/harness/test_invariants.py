@@ -84,6 +84,7 @@ BROKEN: dict[str, tuple[Callable[[Facts], Facts], str]] = {
     "an answered claim is lost": (lambda f: replace(f, answered=frozenset({"lost"})), "answered and is not prepared"),
     "a file is half written": (lambda f: replace(f, temporary=[".x.tmp"]), "left .x.tmp"),
     "an interval nobody asks for": (lambda f: with_gpu(f, timeSlice="Short"), "ask for Default"),
+    "a limit of a pod without a claim": (lambda f: replace(f, limits={("GPU-0", "a"): 1}), "limited to 1 bytes"),
     "an interval is lost": (lambda f: with_device(f, time_slice=TimeSlice.LONG), "ask for Long"),
 }
 

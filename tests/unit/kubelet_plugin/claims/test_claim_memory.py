@@ -10,40 +10,30 @@ import pynvml
 import pytest
 
 from driver.errors import StateError, UsageError
-from driver.hardware.host import Host
 from driver.model.gpu_settings import GpuSharing, parse_shared
-from driver.simulator.description import load_description
-from driver.simulator.node import SimulatedNode
+from driver.model.shared_memory import MemoryLimit
 from driver.simulator.state.gpu_load import SimulatedActivity, constant
-from kubelet_plugin.claims.claim_memory import memory_limit
+from driver.step_observer import Moment, unobserved
 from kubelet_plugin.reconcile.memory_watch import PODS_INTERVAL_SECONDS, MemoryWatch
 from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.status.claim_status import device_statuses
 from kubelet_plugin.status.events import PluginEvents
+from kubelet_plugin.step_names import NodeStep, Observer
 from tests.support.claims import NODE, result
-from tests.support.memory_limits import GIB, make_cgroup, read_limits
-from tests.support.node import EVERY_GPU_AS_FOUND, KeptEvents, NodeUnderTest, choosing, paths_of, start_node
+from tests.support.memory_limits import GIB, description_with_limits, make_cgroup, read_limits
+from tests.support.node import EVERY_GPU_AS_FOUND, KeptEvents, NodeUnderTest, choosing, start_node
 
 POD, OTHER, LATER = (f"{letter}f0c3c1e-93a5-4d6f-9f4e-1c0f1b1e6a77" for letter in "abc")
 UNLIMITED = pynvml.NVML_DEVICE_MEMORY_LIMIT_MAX
-NEW_DRIVER = {"driver_version": "615.71.09", "cuda_driver_version": "13.4"}
 
 
-def started(root: Path, choice: NodeSettings = EVERY_GPU_AS_FOUND, **changes: object) -> NodeUnderTest:
+def started(
+    root: Path, observer: Observer = unobserved, choice: NodeSettings = EVERY_GPU_AS_FOUND, **changes: Any
+) -> NodeUnderTest:
     """A node whose first GPU is shared; ``changes`` are those of its description."""
-    description = load_description("h100-1").replaced(**{**NEW_DRIVER, **changes})
-    opened: list[Host] = []
-
-    def open_host(simulated: SimulatedNode) -> Host:
-        opened.append(Host(simulated.nvml, paths_of(simulated), simulated=True))
-        return opened[-1]
-
-    sharing = GpuSharing(
-        lambda _: 0,
-        strategy_of=parse_shared("all=time-slicing").of,
-        limit_of=lambda gpu, strategy: memory_limit(opened[-1].memory_limits, gpu, strategy),
-    )
-    return start_node(root, gpus=description, sharing=sharing, open_host=open_host, choice=choice)
+    description = description_with_limits("h100-1", **changes)
+    sharing = GpuSharing(lambda _: 0, strategy_of=parse_shared("all=time-slicing").of)
+    return start_node(root, observer=observer, gpus=description, sharing=sharing, choice=choice)
 
 
 @pytest.fixture
@@ -85,6 +75,43 @@ def test_a_pod_may_use_what_its_claims_have_and_nothing_once_they_have_ended(nod
         node.preparer.unprepare(claim)
     assert [limit(node, pod) for pod in (POD, OTHER)] == [None, None]
     assert node.nothing_left()
+
+
+def test_a_pod_is_held_to_its_memory_on_a_gpu_that_was_partitioned_before(node: NodeUnderTest) -> None:
+    partition = node.api.allocate("partition", "gpu-0-mig-1g10gb-0")
+    node.preparer.prepare(partition)
+    node.preparer.unprepare(partition)
+    again = started(node.root)
+    assert again.node.inventory.gpus[0].mig_mode.in_force
+    assert [report.shared and report.shared.limit for report in again.node.inventory.states()] == [MemoryLimit.CGROUP]
+    again.preparer.prepare(again.api.allocate("claim", part(6, "s1"), pods=(POD,)))
+    assert limit(again, POD) == 6
+
+
+def test_a_prepare_that_was_killed_before_the_gpu_left_mig_mode_is_undone(node: NodeUnderTest) -> None:
+    partition = node.api.allocate("partition", "gpu-0-mig-1g10gb-0")
+    node.preparer.prepare(partition)
+    node.preparer.unprepare(partition)
+
+    def kill(step: NodeStep, moment: Moment) -> None:
+        if (step, moment) == (NodeStep.SET_MIG_MODE, "before"):
+            raise KeyboardInterrupt
+
+    killed = started(node.root, observer=kill)
+    with pytest.raises(KeyboardInterrupt):
+        killed.preparer.prepare(killed.api.allocate("claim", part(6, "s1"), pods=(POD,)))
+    assert killed.records()
+    assert started(node.root).nothing_left()
+
+
+def test_no_limit_is_left_when_other_pods_use_a_claim_now(node: NodeUnderTest) -> None:
+    claim = node.api.allocate("claim", part(6, "s1"), pods=(POD,))
+    node.preparer.prepare(claim)
+    node.api.allocate("claim", part(6, "s1"), pods=(OTHER,))
+    node.preparer.prepare(claim)
+    assert limit(node, OTHER) == 6
+    node.preparer.unprepare(claim)
+    assert [limit(node, pod) for pod in (POD, OTHER)] == [None, None]
 
 
 def test_the_container_is_told_its_limit_and_people_are_told_what_holds_it(node: NodeUnderTest) -> None:
@@ -240,7 +267,7 @@ def test_a_container_is_told_its_memory_unless_its_pod_has_two_claims(
     hook = started(tmp_path, **changes).simulated.root / "usr/bin/nvidia-cdi-hook"
     hook.parent.mkdir(parents=True, exist_ok=True)
     hook.write_text(f"{HOOK}\n")
-    node = started(tmp_path, choosing(framework_variables="jax", **flags), **changes)
+    node = started(tmp_path, choice=choosing(framework_variables="jax", **flags), **changes)
     for pod in (POD, OTHER):
         make_cgroup(node.simulated, f"kubepods/burstable/pod{pod}")
     first, second, other = (

@@ -126,6 +126,18 @@ def test_a_held_shared_device_stays_on_offer_as_long_as_the_plan_offers_it(node:
 
 
 @pytest.mark.parametrize("mode", list(OfferMode))
+@pytest.mark.parametrize("held", [frozenset[str](), frozenset({DEVICE})], ids=["names no claim", "names the claim"])
+def test_the_plan_of_an_earlier_controller_offers_nothing_of_a_gpu_that_claims_share(
+    node: NodeUnderTest, held: frozenset[str], mode: OfferMode
+) -> None:
+    """It knows no shared devices, and wants everything else of the GPU."""
+    node.preparer.prepare(node.api.allocate("one", part("6Gi", "s1")))
+    devices = node.node.inventory.devices_on(node.node.inventory.gpus[0])
+    offers = frozenset(device.offer for device in devices if device.kind is not DeviceKind.SHARED)
+    assert taints(node, PublishPolicy(held, offers, closing=True, mode=mode)) == {DEVICE: [CLOSED]}
+
+
+@pytest.mark.parametrize("mode", list(OfferMode))
 def test_without_a_controller_a_shared_gpu_with_room_offers_nothing_else(node: NodeUnderTest, mode: OfferMode) -> None:
     node.preparer.prepare(node.api.allocate("one", part("6Gi", "s1")))
     assert taints(node, PublishPolicy(mode=mode)) == {DEVICE: []}

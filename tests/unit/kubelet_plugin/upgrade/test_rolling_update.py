@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import tempfile
 import threading
@@ -380,6 +381,25 @@ def leaving_dies(site: Site, point: Point) -> None:
     site.at_work("new")
     old.order(point)
     old.end()
+    site.goes_on()
+    site.all_well()
+
+
+@pytest.mark.long
+def test_a_plugin_that_can_not_read_a_claim_takes_over_once_that_has_ended(site: Site) -> None:
+    """So does one of a version that knows no shared GPUs."""
+    old = site.at_work("old")
+    site.work()
+    record = site.root / "kubelet" / "plugins" / DRIVER / "claims" / "uid-shared.json"
+    content = {"namespace": "default", "name": "shared", "uid": "uid-shared", "phase": "prepared", "devices": []}
+    record.write_text(json.dumps({"version": 3, **content}))
+    new = site.plugin("new")
+    new.start()
+    wait_for(lambda: "claim default/shared has version 3" in new.log(), 60, "the new plugin refuses the node")
+    site.goes_on()
+    assert (site.known(old), site.known(new)) == (True, False)
+    record.unlink()
+    wait_at_work(site, new)
     site.goes_on()
     site.all_well()
 

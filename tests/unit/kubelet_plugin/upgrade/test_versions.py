@@ -7,24 +7,30 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from driver.model.gpu_settings import GpuSharing
+from driver.errors import StateError
+from driver.model.gpu_settings import GpuSharing, parse_shared
 from driver.model.plan import PlanSpec, PlanStatus
 from kubelet_plugin.checkpoint.records import decode_record
 from kubelet_plugin.health.recorded_faults import HEALTH_FILE
+from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.plan.plan_file import PLAN_FILE
 from kubelet_plugin.upgrade.rolling_update import check_readable
+from tests.support.claims import result
 from tests.support.node import NodeUnderTest, start_node
 from tests.unit.golden.versions import v0_1_0
 from tests.unit.golden.versions.written import BOOT, CLAIMS, FOLDER, documents, folder, write
 
 VERSIONS = sorted(path for path in FOLDER.iterdir() if (path / "claims").is_dir())
 READERS = {"0.1.0": v0_1_0}
+SHARES = GpuSharing(lambda _: 4)
+SHARING = replace(SHARES, strategy_of=parse_shared("all=time-slicing").of)
 LIMITS = ("maxLength", "maxItems", "enum", "pattern", "type", "format")
 
 
@@ -84,6 +90,46 @@ def test_the_version_before_reads_what_this_one_writes(kept: Path, tmp_path: Pat
             msgspec.convert(content, reader.DOCUMENTS[file])
 
 
+def test_the_version_before_refuses_a_node_until_its_shared_claims_have_ended(kept: Path, tmp_path: Path) -> None:
+    """It would offer their GPUs. A file's name is the UID of the claim, and it is in the error."""
+    node = start_node(tmp_path, gpus="h100-pcie-4", sharing=SHARING)
+    node.preparer.prepare(node.api.allocate("full", "gpu-1", uid="uid-full"))
+    part = result("gpu-0-shared", shareID="s1", consumedCapacity={"memory": "6Gi"})
+    shared = node.api.allocate("shared", part, uid="uid-shared")
+    node.preparer.prepare(shared)
+    assert unreadable(READERS[kept.name].CLAIM, tmp_path / "state") == ["uid-shared"]
+    check_readable(tmp_path / "state")
+    node.preparer.unprepare(shared)
+    assert unreadable(READERS[kept.name].CLAIM, tmp_path / "state") == []
+
+
+def unreadable(record_type: type[msgspec.Struct], state_dir: Path) -> list[str]:
+    """The claims whose records a version can't read."""
+    found = []
+    for path in records(state_dir):
+        try:
+            msgspec.json.decode(path.read_bytes(), type=record_type)
+        except msgspec.ValidationError:
+            found.append(path.stem)
+    return found
+
+
+def test_a_record_of_a_later_version_is_refused_and_its_claim_is_named(kept: Path, tmp_path: Path) -> None:
+    shutil.copytree(kept / "claims", tmp_path / "claims")
+    path = tmp_path / "claims" / "uid-full.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 3}))
+    with pytest.raises(StateError, match="record of claim default/full has version 3, this program reads versions 1"):
+        check_readable(tmp_path)
+
+
+def test_a_node_that_shares_its_gpus_now_shares_none_that_earlier_claims_have(kept: Path, tmp_path: Path) -> None:
+    node = _node_with(kept, tmp_path, SHARING)
+    assert [name for gpu in range(4) for name in node.offered(gpu) if name.endswith("-shared")] == []
+    for claim in CLAIMS:
+        node.preparer.unprepare(ClaimReference("default", claim, f"uid-{claim}"))
+    assert all(f"gpu-{gpu}-shared" in node.offered(gpu) for gpu in range(4))
+
+
 def test_fields_that_a_later_version_adds_are_skipped(kept: Path, tmp_path: Path) -> None:
     for path in records(kept):
         later = {**json.loads(path.read_text()), "later": {"a": 1}}
@@ -129,8 +175,7 @@ def _known(path: Path) -> Any:
     return content
 
 
-def _node_with(kept: Path, root: Path) -> NodeUnderTest:
-    sharing = GpuSharing(lambda _: 4)
+def _node_with(kept: Path, root: Path, sharing: GpuSharing = SHARES) -> NodeUnderTest:
     boot = start_node(root, gpus="h100-pcie-4", sharing=sharing).node.boot
     shutil.copytree(kept / "claims", root / "state" / "claims", dirs_exist_ok=True)
     for path in records(root / "state"):
