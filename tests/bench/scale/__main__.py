@@ -33,7 +33,7 @@ from tests.support.control_plane import control_plane
 @click.option(
     "--division",
     type=click.Choice([division.value for division in Division]),
-    default=Division.PARTITIONS,
+    default=Division.PARTITIONS.value,
     show_default=True,
     help="What claims hold and pods ask for: 1g.10gb, a tenth of a GPU, or a tenth of its memory.",
 )
