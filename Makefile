@@ -39,8 +39,8 @@ demo: env ## demonstrate the main use on a real local cluster, step by step (KEE
 demo-usage: env ## measure what 30 pods use of 10 GPUs, and draw it (KEEP=, NAME=, KUBE= as above, SVG=demo-usage.svg)
 	@$(RUN)/python -m tests.demo.usage $(CLUSTER_NAME) $(if $(KEEP),--keep) $(if $(SVG),--svg $(SVG))
 
-demo-54: env ## place 54 workloads on 10 GPUs and draw the result (KEEP=, NAME=, KUBE= as above, SVG=FILE)
-	@$(RUN)/python -m tests.demo.fifty_four $(CLUSTER_NAME) $(if $(KEEP),--keep) $(if $(SVG),--svg $(SVG))
+demo-54: env ## place 54 workloads on 10 GPUs and draw the result (NOTEBOOKS=memory: they ask for memory; KEEP=, NAME=, KUBE= as above, SVG=FILE)
+	@$(RUN)/python -m tests.demo.fifty_four $(CLUSTER_NAME) $(if $(NOTEBOOKS),--notebooks $(NOTEBOOKS)) $(if $(KEEP),--keep) $(if $(SVG),--svg $(SVG))
 
 demo-curation: binaries ## place the same 40 claims with and without the controller and draw both results (NAME=, KUBE=)
 	@$(RUN)/python -m tests.demo.curation $(CLUSTER_NAME)

@@ -11,7 +11,7 @@ import click
 from tessera.tables_and_drawings import columns
 from tests.demo import nodes, pods
 from tests.demo.picture import draw, rows
-from tests.demo.promises import broken, broken_time_slices, seen_in_words, tally
+from tests.demo.promises import Group, broken, broken_time_slices, seen_in_words, tally
 from tests.demo.screen import Screen
 from tests.demo.stage import Play, options, perform, try_next
 from tests.demo.svg import svg
@@ -27,6 +27,7 @@ PROMISE = {
     "gpu": "a GPU of its own",
     "mig": "a MIG partition of its own: memory and compute apart from everybody's",
     "share": f"turns on a GPU with at most {nodes.SHARES - 1} others; no isolation of memory",
+    "shared": f"{pods.NOTEBOOK_GIB} GiB of a GPU that others use, too: together never more than it has",
 }
 
 
@@ -35,7 +36,14 @@ PROMISE = {
 @click.option(
     "--svg", "image", type=click.Path(path_type=Path), help="Write the picture of the GPUs to this file, too."
 )
-def main(name: str, keep: bool, binaries: Path | None, image: Path | None) -> None:
+@click.option(
+    "--notebooks",
+    type=click.Choice(["shares", "memory"]),
+    default="shares",
+    show_default=True,
+    help="What they ask for: one of ten shares, or memory of a GPU.",
+)
+def main(name: str, keep: bool, binaries: Path | None, image: Path | None, notebooks: str) -> None:
     """Run 54 workloads on 10 simulated A100 of a real two-node Kubernetes cluster on this machine.
 
     Four train on a full GPU each, twenty serve models on MIG partitions, thirty notebooks share three GPUs. What every
@@ -44,27 +52,28 @@ def main(name: str, keep: bool, binaries: Path | None, image: Path | None) -> No
     \b
     Examples:
       make demo-54
+      make demo-54 NOTEBOOKS=memory
       make demo-54 KEEP=1
       make demo-54 SVG=demo-54.svg
     """
-    perform(Play(name, len(nodes.PLANS), _opening, partial(_on, image)), keep, binaries)
+    groups = pods.BY_MEMORY if notebooks == "memory" else pods.EVERYBODY
+    perform(Play(name, len(nodes.PLANS), partial(_opening, groups), partial(_on, image, groups)), keep, binaries)
 
 
-def _opening(screen: Screen) -> None:
+def _opening(groups: Sequence[Group], screen: Screen) -> None:
     screen.act("54 workloads on 10 GPUs")
-    rows = [
-        [str(group.count), f"{group.prefix}-..", group.device_class, PROMISE[group.type]] for group in pods.EVERYBODY
-    ]
+    rows = [[str(group.count), f"{group.prefix}-..", group.device_class, PROMISE[group.type]] for group in groups]
     screen.show(columns(["PODS", "NAMES", "CLASS", "PROMISED TO EACH"], rows))
 
 
-def _on(image: Path | None, screen: Screen, cluster: Cluster, keep: bool) -> None:
+def _on(image: Path | None, groups: Sequence[Group], screen: Screen, cluster: Cluster, keep: bool) -> None:
     with screen.step("install the Helm chart: device classes, policies, RBAC"):
         install(cluster)
-    plugins = nodes.node_plugins(cluster)
-    _set_up(screen, plugins)
+    plans = nodes.PLANS_BY_MEMORY if groups is pods.BY_MEMORY else nodes.PLANS
+    plugins = nodes.node_plugins(cluster, plans)
+    _set_up(screen, plugins, plans)
     before = nodes.offers(plugins)
-    _run(screen, cluster, plugins, image)
+    _run(screen, cluster, plugins, groups, image)
     _go(screen, cluster, plugins, before)
     if keep:
         smi = "\n".join(f".venv/bin/tessera sim smi --host-root {plugin.host_root}" for plugin in plugins)
@@ -72,17 +81,16 @@ def _on(image: Path | None, screen: Screen, cluster: Cluster, keep: bool) -> Non
         try_next(screen, cluster, f"{look}\n{use}\n{smi}", example="dev")
 
 
-def _set_up(screen: Screen, plugins: Sequence[PluginProcess]) -> None:
+def _set_up(screen: Screen, plugins: Sequence[PluginProcess], plans: Sequence[nodes.NodePlan]) -> None:
     screen.act("Two nodes with five A100 80 GB each")
-    screen.say(
-        "By setting, three of the ten are meant for MIG and three for ten shares each; four are given out whole."
-    )
+    screen.say("By setting, three of the ten are meant for MIG and three for notebooks; four are given out whole.")
     for plugin in plugins:
         flags = plugin.flags
+        sharing = f"--shares {flags.shares}" if flags.shares else f"--shared {flags.shared}"
         layout = f"--layout '{flags.layout}' " if flags.layout else ""
         screen.command(
             f"tessera node --node-name {plugin.node.name} --mig-gpus {flags.mig_gpus} "
-            f"--shares {flags.shares} --shares-only {flags.shares_only} {layout}..."
+            f"{sharing} --shares-only {flags.shares_only} {layout}..."
         )
     with screen.step("start them, register with the kubelets, publish the GPUs"):
         nodes.start(plugins)
@@ -93,15 +101,21 @@ def _set_up(screen: Screen, plugins: Sequence[PluginProcess]) -> None:
     with screen.step("wait until all three GPUs say so"):
         nodes.wait_for_mode(plugins)
     with screen.step("reset the three GPUs; partitions are offered instead"):
-        nodes.reset_for_mig(plugins)
+        nodes.reset_for_mig(plugins, plans)
     screen.show(draw(nodes.slices(plugins), []))
 
 
-def _run(screen: Screen, cluster: Cluster, plugins: Sequence[PluginProcess], image: Path | None) -> None:
-    total = sum(group.count for group in pods.EVERYBODY)
+def _run(
+    screen: Screen,
+    cluster: Cluster,
+    plugins: Sequence[PluginProcess],
+    groups: Sequence[Group],
+    image: Path | None,
+) -> None:
+    total = sum(group.count for group in groups)
     screen.act(f"{total} pods")
     with Progress().part(f"{total} pods: allocate, cut, share, start containers", RUN_USUALLY_S) as part:
-        pods.create(cluster, pods.EVERYBODY)
+        pods.create(cluster, groups)
         pods.wait_running(cluster, total, part.tick)
     screen.act("Who is where")
     slices, held = nodes.slices(plugins), pods.held(cluster, plugins)
@@ -112,14 +126,15 @@ def _run(screen: Screen, cluster: Cluster, plugins: Sequence[PluginProcess], ima
     screen.say("A MIG bar is eight memory slices of 10 GB; an A100 can give seven of them to 1g.10gb.")
     screen.act("What each container sees")
     with screen.step(f"read what {total} containers found inside, compare with slices and hardware"):
-        workloads = pods.look(cluster, plugins, pods.EVERYBODY)
+        workloads = pods.look(cluster, plugins, groups)
     screen.show(columns(["POD", "NODE", "DEVICE", "DEVICE NODES", "TOLD"], map(seen_in_words, workloads)))
     pods.require([*broken(workloads), *broken_time_slices(workloads, nodes.time_slices(plugins))])
     screen.say(f"Checked: {tally(workloads)}.")
     screen.say(
         "Each sees the one GPU it was given and no other. A partition's two capability nodes are in no second "
         "container. Each is told the UUID that the hardware has at the place which the scheduler chose. No GPU "
-        "serves two kinds of use. The notebooks' GPUs have the short time-slice they ask for, others the default."
+        "serves two kinds of use, and no claims together have more memory than their GPU. GPUs have the time-slice "
+        "that is asked for."
     )
 
 

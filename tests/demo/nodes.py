@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -20,10 +20,14 @@ LAYOUT = ",".join(["1g.10gb"] * 7)
 
 @dataclass(frozen=True)
 class NodePlan:
-    """Which of a node's five GPUs are meant for MIG and which for shares; the others are given out whole."""
+    """Which of a node's five GPUs are meant for MIG and which for notebooks; the others are given out whole.
+
+    ``notebook``: the type of device that a notebook gets, ``share`` or ``shared``.
+    """
 
     mig: tuple[int, ...]
     shared: tuple[int, ...]
+    notebook: str = "share"
 
     def flags(self, gpus: str, sim_latency: str, *, counters: bool) -> PluginFlags:
         """What the node's plugin is told; without counters also how to divide GPUs, since its offers are disjoint."""
@@ -31,25 +35,33 @@ class NodePlan:
             gpus=gpus,
             sim_latency=sim_latency,
             mig_gpus=",".join(map(str, self.mig)),
-            shares=",".join(f"{number}={SHARES}" for number in self.shared),
+            shares="" if self.notebook == "shared" else self._settings(str(SHARES)),
+            shared=self._settings("time-slicing") if self.notebook == "shared" else "",
             shares_only=",".join(map(str, self.shared)),
             layout="" if counters else ";".join(f"{number}={LAYOUT}" for number in self.mig),
         )
 
+    def _settings(self, value: str) -> str:
+        """This value for each GPU for notebooks, as in the plugin's flags."""
+        return ",".join(f"{number}={value}" for number in self.shared)
+
     @property
     def types(self) -> dict[int, set[str]]:
         """What each GPU is to offer once it is set."""
-        return {n: {"mig" if n in self.mig else "share" if n in self.shared else "gpu"} for n in range(5)}
+        return {n: {"mig" if n in self.mig else self.notebook if n in self.shared else "gpu"} for n in range(5)}
 
 
 PLANS = (NodePlan(mig=(2, 3), shared=(4,)), NodePlan(mig=(2,), shared=(3, 4)))
+PLANS_BY_MEMORY = tuple(replace(plan, notebook="shared") for plan in PLANS)
 
 
-def node_plugins(cluster: Cluster, sim_latency: str = "default") -> list[PluginProcess]:
+def node_plugins(
+    cluster: Cluster, plans: Sequence[NodePlan] = PLANS, sim_latency: str = "default"
+) -> list[PluginProcess]:
     """A plugin for each node of the cluster, not started; its node is five A100 80 GB of its own."""
     description = yaml.safe_load(Path(__file__).with_name("five-a100.yaml").read_text())
     plugins = []
-    for node, plan in zip(cluster.nodes, PLANS, strict=True):
+    for node, plan in zip(cluster.nodes, plans, strict=True):
         file = cluster.directory / f"gpus-{node.name}.yaml"
         file.write_text(yaml.safe_dump({**description, "name": f"{description['name']}-{node.name}"}))
         flags = plan.flags(f"sim:{file}", sim_latency, counters=has(cluster, "shared counters"))
@@ -71,9 +83,9 @@ def wait_for_mode(plugins: Iterable[PluginProcess]) -> None:
         wait_asked(plugin, plan.mig)
 
 
-def reset_for_mig(plugins: Iterable[PluginProcess]) -> None:
+def reset_for_mig(plugins: Iterable[PluginProcess], plans: Sequence[NodePlan] = PLANS) -> None:
     """What an admin does on Ampere: reset the GPUs whose MIG mode waits for it. Returns once the slices follow."""
-    for plugin, plan in zip(plugins, PLANS, strict=True):
+    for plugin, plan in zip(plugins, plans, strict=True):
         reset(plugin, plan.mig, plan.types)
 
 

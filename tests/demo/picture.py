@@ -1,16 +1,19 @@
 """The GPUs of a cluster as text, and who is where on them. Pure: slices and claims in, a drawing out.
 
-A full GPU is one bar, partitions are drawn to the scale of the GPU's memory slices, shares are cells of one size.
+A full GPU is one bar, partitions are drawn to the scale of the GPU's memory slices, shares are cells of one size. Cells
+of a shared GPU have the memory of its smallest claim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import click
 
+from driver.model.shared_memory import gib_of
 from tessera.tables_and_drawings import Span, draw_slices
 
 Object = Mapping[str, Any]
@@ -18,17 +21,18 @@ Object = Mapping[str, Any]
 INNER = 79
 """Characters between the brackets, separators included: 8 memory slices of 9, 10 shares of 7."""
 
-USES = {"gpu": ("full", "green"), "mig": ("MIG", "cyan"), "share": ("shares", "yellow")}
+USES = {"gpu": ("full", "green"), "mig": ("MIG", "cyan"), "share": ("shares", "yellow"), "shared": ("shared", "yellow")}
 """What a GPU is used for, by its devices' ``type``: the word, and the colour where something is held."""
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A device as the slices of ``node`` have it."""
+    """A device as the slices of ``node`` have it. ``gib``: what claims can have of a shared one."""
 
     node: str
     name: str
     attributes: Object
+    gib: int = 0
 
     @property
     def gpu(self) -> int:
@@ -49,18 +53,20 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A pod and the device it has; ``claim`` is between them."""
+    """A pod and the device it has; ``claim`` is between them. ``gib``, ``share_id``: what it has of a shared one."""
 
     pod: str
     claim: str
     device: Published
+    gib: int = 0
+    share_id: str = ""
 
 
 def published(slices: Iterable[Object]) -> dict[tuple[str, str], Published]:
     """Every device by the names of its pool and its own."""
     return {
         (item["spec"]["pool"]["name"], device["name"]): Published(
-            item["spec"]["nodeName"], device["name"], device["attributes"]
+            item["spec"]["nodeName"], device["name"], device["attributes"], _gib_of(device)
         )
         for item in slices
         for device in item["spec"].get("devices") or ()
@@ -77,7 +83,9 @@ def holdings(slices: Iterable[Object], claims: Iterable[Object]) -> list[Holding
         for pod in status.get("reservedFor", ()):
             for result in results:
                 device = devices[result["pool"], result["device"]]
-                found.append(Holding(pod["name"], claim["metadata"]["name"], device))
+                gib = gib_of(result.get("consumedCapacity"), 0) or 0
+                name = claim["metadata"]["name"]
+                found.append(Holding(pod["name"], name, device, gib, result.get("shareID", "")))
     return sorted(found, key=lambda holding: holding.pod)
 
 
@@ -107,8 +115,25 @@ def rows(slices: Sequence[Object], held: Iterable[Holding]) -> list[Row]:
         kind = next((kind for kind in USES if kind in kinds), "gpu")
         shares = next((device.value("shares") for device in devices if kind == "share"), 1)
         spans = tuple(Span(*holding.device.place, holding.pod) for holding in here)
-        found.append(Row(node, product, number, kind, memory_slices if kind == "mig" else shares, spans))
+        cells = memory_slices if kind == "mig" else shares
+        if kind == "shared":
+            cells, spans = _parts(max(device.gib for device in devices), here)
+        found.append(Row(node, product, number, kind, cells, spans))
     return found
+
+
+def _parts(gib: int, held: Sequence[Holding]) -> tuple[int, tuple[Span, ...]]:
+    """Number of cells of a shared GPU with ``gib``, and the cells of each claim: as many as it has memory of them."""
+    cell = min((holding.gib for holding in held), default=gib)
+    sizes = [holding.gib // cell for holding in held]
+    ends = accumulate(sizes)
+    parts = zip(ends, sizes, held, strict=True)
+    return gib // cell, tuple(Span(end - size, size, holding.pod) for end, size, holding in parts)
+
+
+def _gib_of(device: Object) -> int:
+    policy = device.get("capacity", {}).get("memory", {}).get("requestPolicy", {})
+    return gib_of({"memory": policy["default"]}, 0) or 0 if policy else 0
 
 
 def draw(slices: Sequence[Object], held: Iterable[Holding]) -> str:

@@ -20,6 +20,10 @@ EVERYBODY = (
     Group("infer", "gpu-inference-1g-10gb", "mig", 20, profile="1g.10gb"),
     Group("note", "gpu-dev", "share", 30, shares=SHARES, interval="Short"),
 )
+NOTEBOOK_GIB = 7
+BY_MEMORY = (*EVERYBODY[:2], Group("nb", "gpu-shared", "shared", 30, gib=NOTEBOOK_GIB))
+"""The same workloads, but notebooks ask for memory."""
+
 LABEL = "tessera-demo=workloads"
 
 RUNNING_S = 300.0
@@ -105,7 +109,10 @@ def look(cluster: Cluster, plugins: Sequence[PluginProcess], groups: Iterable[Gr
 
 
 def _template(group: Group) -> dict[str, Any]:
-    devices: dict[str, Any] = {"requests": [request(group.device_class)]}
+    asked = request(group.device_class)
+    if group.gib:
+        asked["exactly"]["capacity"] = {"requests": {"memory": f"{group.gib}Gi"}}
+    devices: dict[str, Any] = {"requests": [asked]}
     if group.interval != DEFAULT_INTERVAL:
         sharing = {"strategy": "TimeSlicing", "timeSlicing": {"interval": group.interval}}
         parameters = {"apiVersion": "gpu.tessera.dev/v1alpha1", "kind": "ShareConfig", "sharing": sharing}

@@ -21,7 +21,7 @@ class Group:
     """Pods of one kind: ``count`` of them, each with one device of a class, and what that is to be.
 
     ``prefix`` begins their names; ``type`` and ``profile`` are the device's; ``shares`` is of how many a share is one,
-    ``interval`` the time-slice its claims ask for.
+    ``interval`` the time-slice its claims ask for, ``gib`` the memory of a shared GPU.
     """
 
     prefix: str
@@ -31,6 +31,7 @@ class Group:
     profile: str = "none"
     shares: int = 1
     interval: str = DEFAULT_INTERVAL
+    gib: int = 0
 
     @property
     def pods(self) -> list[str]:
@@ -97,12 +98,16 @@ def broken_time_slices(workloads: Iterable[Workload], found: Mapping[tuple[str, 
 
 def _broken_alone(workload: Workload) -> Iterable[str]:
     group, device, seen = workload.group, workload.holding.device, workload.seen
-    told = {variable(device.name): workload.uuid}
+    name = "-".join(filter(None, (device.name, workload.holding.share_id)))
+    told = {variable(name): workload.uuid}
     if group.shares > 1:
-        told[variable(device.name, "SHARES")] = str(group.shares)
+        told[variable(name, "SHARES")] = str(group.shares)
+    if group.gib:
+        told[variable(name, "MEMORY")] = f"{group.gib}Gi"
     facts = (
         ("type of the device", device.value("type"), group.type),
         ("profile", device.value("profile"), group.profile),
+        ("GiB of the GPU", workload.holding.gib, group.gib),
         ("variables", dict(seen.variables), told),
         ("GPUs it sees", seen.gpus, [f"/dev/nvidia{device.gpu}"]),
         ("capability nodes", len(seen.capabilities), 2 if group.type == "mig" else 0),
@@ -124,17 +129,24 @@ def _broken_partition(workload: Workload) -> Iterable[str]:
 
 
 def _broken_between(workloads: Iterable[Workload]) -> Iterable[str]:
-    """Nobody has what somebody else has, and a GPU serves one kind of use."""
+    """Nobody has what somebody else has, no GPU more claims than memory, and a GPU serves one kind of use."""
     groups_of: dict[tuple[str, int], set[str]] = {}
     owners: dict[str, list[str]] = {}
+    given: Counter[tuple[str, int, int]] = Counter()
     for workload in workloads:
         device, pod = workload.holding.device, workload.holding.pod
         groups_of.setdefault((device.node, device.gpu), set()).add(workload.group.type)
-        for thing in (device.name, *workload.seen.capabilities):
+        part = f"{device.name} {workload.holding.share_id}"
+        if device.gib:
+            given[device.node, device.gpu, device.gib] += workload.holding.gib
+        for thing in (part.strip(), *workload.seen.capabilities):
             owners.setdefault(f"{thing} of {device.node}", []).append(pod)
     yield from (
         f"{thing} is with {', '.join(pods)}, promised to one" for thing, pods in owners.items() if len(pods) > 1
     )
+    for (node, gpu, gib), total in given.items():
+        if total > gib:
+            yield f"gpu-{gpu} of {node} has {gib} GiB, and its claims have {total}"
     for (node, gpu), types in groups_of.items():
         if len(types) > 1:
             yield f"gpu-{gpu} of {node} serves {' and '.join(sorted(types))}, which exclude each other"
@@ -145,8 +157,9 @@ def seen_in_words(workload: Workload) -> list[str]:
     device, seen = workload.holding.device, workload.seen
     uuids = [value for name, value in seen.variables.items() if name.startswith("TESSERA_DEVICE_")]
     nodes = [*seen.gpus, *(node.removeprefix("/dev/nvidia-caps/nvidia-") for node in seen.capabilities)]
-    parts = [value for name, value in seen.variables.items() if name.startswith("TESSERA_SHARES_")]
-    shown = [f"{uuid[:12]}.." for uuid in uuids] + [f"one of {value}" for value in parts]
+    parts = [f"one of {value}" for name, value in seen.variables.items() if name.startswith("TESSERA_SHARES_")]
+    parts += [value for name, value in seen.variables.items() if name.startswith("TESSERA_MEMORY_")]
+    shown = [f"{uuid[:12]}.." for uuid in uuids] + parts
     return [workload.holding.pod, device.node, device.name, " ".join(nodes), " ".join(shown)]
 
 

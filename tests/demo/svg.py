@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tests.demo.picture import USES, Row
 
 BAR_X, BAR_WIDTH, BAR_HEIGHT, LINE = 130, 760, 22, 30
-FILLS = {"gpu": "#2f7d4f", "mig": "#2a6f97", "share": "#a06a1c"}
+FILLS = {"gpu": "#2f7d4f", "mig": "#2a6f97", "share": "#a06a1c", "shared": "#a06a1c"}
 TEXT = "#7d8590"
 """A grey that is legible on white and on black."""
 

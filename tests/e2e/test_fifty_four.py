@@ -24,13 +24,19 @@ from tests.support.workloads import Workloads
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 
-ONE_TOO_MANY = (Group("more-train", "gpu-training", "gpu", 1), Group("more-note", "gpu-dev", "share", 1))
+TRAIN = Group("more-train", "gpu-training", "gpu", 1)
+ONE_TOO_MANY: dict[tuple[Group, ...], tuple[Group, ...]] = {
+    pods.EVERYBODY: (TRAIN, Group("more-note", "gpu-dev", "share", 1)),
+    pods.BY_MEMORY: (TRAIN, Group("more-note", "gpu-shared", "shared", 1, gib=24)),
+}
+"""24 GiB: two of the three GPUs have 11 notebooks of 7 GiB then, the third has 8 of them and 23 GiB left."""
 
 
 @dataclass(frozen=True)
 class Story:
     """What was there before the pods, while all of them ran, and after they went."""
 
+    groups: tuple[Group, ...]
     offered_before: frozenset[tuple[str, str]]
     workloads: list[Workload]
     time_slices: dict[tuple[str, int], str]
@@ -40,8 +46,15 @@ class Story:
     offered_after: frozenset[tuple[str, str]]
 
 
+@pytest.fixture(scope="module", params=[pods.EVERYBODY, pods.BY_MEMORY], ids=["shares", "memory"])
+def groups(request: pytest.FixtureRequest) -> tuple[Group, ...]:
+    """The pods, whose notebooks ask for a share of a GPU or for memory."""
+    found: tuple[Group, ...] = request.param
+    return found
+
+
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster(groups: tuple[Group, ...]) -> Iterator[Cluster]:
     """Two real nodes, with Tessera's classes and RBAC."""
     binaries = os.environ.get("TESSERA_BINARIES")
     settings = Settings(name="e2e-54", nodes=len(nodes.PLANS), binaries=Path(binaries) if binaries else None)
@@ -51,28 +64,29 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def story(cluster: Cluster) -> Story:
+def story(cluster: Cluster, groups: tuple[Group, ...]) -> Story:
     """The whole scenario, from plugins that start to pods that are gone."""
-    plugins = nodes.node_plugins(cluster, sim_latency="zero")
+    plans = nodes.PLANS_BY_MEMORY if groups is pods.BY_MEMORY else nodes.PLANS
+    plugins = nodes.node_plugins(cluster, plans, sim_latency="zero")
     nodes.start(plugins)
-    nodes.reset_for_mig(plugins)
+    nodes.reset_for_mig(plugins, plans)
     before = nodes.offers(plugins)
-    pods.create(cluster, pods.EVERYBODY)
+    pods.create(cluster, groups)
     pods.wait_running(cluster, 54)
-    workloads = pods.look(cluster, plugins, pods.EVERYBODY)
+    workloads = pods.look(cluster, plugins, groups)
     intervals = nodes.time_slices(plugins)
     picture = draw(nodes.slices(plugins), pods.held(cluster, plugins))
-    reasons = _one_too_many(cluster)
+    reasons = _one_too_many(cluster, ONE_TOO_MANY[groups])
     pods.delete(cluster)
     left = nodes.left_behind(plugins)
-    return Story(before, workloads, intervals, picture, reasons, left, _offered_again(plugins, before))
+    return Story(groups, before, workloads, intervals, picture, reasons, left, _offered_again(plugins, before))
 
 
-def _one_too_many(cluster: Cluster) -> dict[str, str]:
+def _one_too_many(cluster: Cluster, more: tuple[Group, ...]) -> dict[str, str]:
     """Why one more training and one more notebook wait, by pod."""
-    pods.create(cluster, ONE_TOO_MANY)
+    pods.create(cluster, more)
     look = Workloads(cluster)
-    names = [pod for group in ONE_TOO_MANY for pod in group.pods]
+    names = [pod for group in more for pod in group.pods]
 
     def reasons() -> dict[str, str]:
         found = {pod: look.why_waiting(pod) for pod in names}
@@ -88,7 +102,7 @@ def _offered_again(plugins: list[PluginProcess], before: frozenset[tuple[str, st
 
 def test_54_pods_run_at_once_on_ten_gpus_of_two_nodes(story: Story) -> None:
     kinds = Counter(each.group.device_class for each in story.workloads)
-    assert kinds == {"gpu-training": 4, "gpu-inference-1g-10gb": 20, "gpu-dev": 30}
+    assert kinds == {"gpu-training": 4, "gpu-inference-1g-10gb": 20, story.groups[2].device_class: 30}
     gpus = {(each.holding.device.node, each.holding.device.gpu) for each in story.workloads}
     assert gpus == {(node, number) for node in ("node-0", "node-1") for number in range(5)}
 
@@ -99,7 +113,8 @@ def test_each_container_sees_what_it_was_promised_and_nothing_of_others(story: S
 
 def test_only_the_gpus_of_notebooks_have_the_time_slice_that_notebooks_ask_for(story: Story) -> None:
     assert broken_time_slices(story.workloads, story.time_slices) == []
-    assert Counter(story.time_slices.values()) == {"Short": 3, "Default": 7}
+    short = 3 if story.groups is pods.EVERYBODY else 0
+    assert Counter(story.time_slices.values()) == Counter({"Short": short, "Default": 10 - short})
 
 
 def test_the_picture_names_every_pod_once(story: Story) -> None:

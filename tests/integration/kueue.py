@@ -6,6 +6,7 @@ import base64
 import json
 import signal
 import subprocess
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,9 @@ JOBS = "/apis/batch/v1/namespaces/default/jobs"
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 FLAVOR = "gpu-nodes"
 READY_S = 60.0
+WAITS_S = 3.0
+"""A job that Kueue does not admit for so long waits for others."""
+
 METADATA = ("name", "deletionTimestamp", "finalizers")
 HANDLED_GROUPS = {"batch", GROUP}
 """API groups of the webhooks that are installed: no test has other kinds of jobs."""
@@ -203,10 +207,12 @@ class Queues:
     def priority(self, name: str, value: int) -> None:
         self.client.create(PRIORITIES, {**self._object("WorkloadPriorityClass", name, {}), "value": value})
 
-    def template(self, name: str, device_class: str, count: int = 1, selector: str = "") -> None:
+    def template(self, name: str, device_class: str, count: int = 1, selector: str = "", memory: str = "") -> None:
         request: Object = {"deviceClassName": device_class, "count": count}
         if selector:
             request["selectors"] = [{"cel": {"expression": selector}}]
+        if memory:
+            request["capacity"] = {"requests": {"memory": memory}}
         devices = {"requests": [{"name": "gpu", "exactly": request}]}
         self.client.create(TEMPLATES, {"metadata": {"name": name}, "spec": {"spec": {"devices": devices}}})
 
@@ -282,3 +288,10 @@ class Queues:
 
     def _object(self, kind: str, name: str, spec: Object) -> Object:
         return {"apiVersion": f"{GROUP}/v1beta2", "kind": kind, "metadata": {"name": name}, "spec": spec}
+
+
+def waits(queues: Queues, job: str) -> None:
+    """Kueue queues the job but does not admit it."""
+    wait_for(lambda: queues.conditions(job).get("QuotaReserved", {}).get("status") == "False", READY_S, f"{job} waits")
+    time.sleep(WAITS_S)
+    assert not queues.admitted(job)

@@ -11,7 +11,7 @@ import pytest
 from driver.kube.client import KubeClient, load_configuration
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
-from tests.integration.kueue import Queues, curated_nodes, kueue_manager, mapping, published
+from tests.integration.kueue import Queues, curated_nodes, kueue_manager, mapping, published, waits
 from tests.support.control_plane import control_plane
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -19,9 +19,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600
 NODES, GPUS = 3, 24
 SOON_S = 30.0
 ADMITTED_S = 2.0
-WAITS_S = 3.0
-"""A job that Kueue does not admit for so long waits for others."""
-
 CLASSES = "/apis/resource.k8s.io/v1/deviceclasses"
 TYPE = 'device.attributes["gpu.tessera.dev"].type'
 PROFILE = 'device.attributes["gpu.tessera.dev"].profile'
@@ -60,13 +57,6 @@ def queues(cluster: Cluster) -> Iterator[Queues]:
 
 def runs(queues: Queues, job: str, pods: int, deadline_s: float = SOON_S) -> None:
     wait_for(lambda: queues.running(job) == pods, deadline_s, f"{pods} pods of {job} run")
-
-
-def waits(queues: Queues, job: str) -> None:
-    """Kueue queues the job but does not admit it."""
-    wait_for(lambda: queues.conditions(job).get("QuotaReserved", {}).get("status") == "False", SOON_S, f"{job} waits")
-    time.sleep(WAITS_S)
-    assert not queues.admitted(job)
 
 
 def seconds(report: Callable[[str, object], None], what: str, begin: float) -> float:

@@ -18,7 +18,7 @@ from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.types import ObjectMeta
 from driver.kube.watch_cache import Change, WatchCache
-from driver.model.offer import FULL, OfferKind
+from driver.model.offer import FULL, SHARE, SHARED, OfferKind
 from tests.bench.placement.trace import Arrival, Request
 from tests.harness.images import BUSYBOX_IMAGE
 from tests.support.workloads import CLAIMS, PODS
@@ -197,11 +197,16 @@ def _logged(work: Callable[[int], None]) -> Callable[[int], None]:
     return call
 
 
+CLASSES = {FULL: "gpu-training", SHARE: "gpu-dev", SHARED: "gpu-shared"}
+"""Of devices that are no partitions."""
+
+
 def claim(name: str, request: Request) -> dict[str, Any]:
     """Of the class that a person would name."""
-    profile = request.key.profile
-    device_class = "gpu-training" if request.key == FULL else f"gpu-inference-{str(profile).replace('.', '-')}"
-    asked = {"name": "gpu", "exactly": {"deviceClassName": device_class, "count": request.count}}
+    profile = str(request.key.profile).replace(".", "-")
+    device_class = CLASSES.get(request.key, f"gpu-inference-{profile}")
+    capacity = {"capacity": {"requests": {"memory": f"{request.gib}Gi"}}} if request.gib else {}
+    asked = {"name": "gpu", "exactly": {"deviceClassName": device_class, "count": request.count, **capacity}}
     together = [{"matchAttribute": "gpu.tessera.dev/nvlinkClique"}] if request.count > 1 else []
     return {
         "apiVersion": "resource.k8s.io/v1",

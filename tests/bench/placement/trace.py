@@ -16,10 +16,11 @@ NODE_GPUS = 8
 
 @dataclass(frozen=True)
 class Request:
-    """``count`` devices of ``key``, all of one clique."""
+    """``count`` devices of ``key``, all of one clique. ``gib``: how much of a shared device."""
 
     key: OfferKind
     count: int = 1
+    gib: int = 0
 
     def slices(self, gpu: Gpu) -> int:
         """Memory slices that it takes."""

@@ -19,6 +19,7 @@ from tests.bench.results import machine
 from tests.bench.scale import plot, report
 from tests.bench.scale.layouts import Layout
 from tests.bench.scale.measure import Found, Measurement, Plan
+from tests.bench.scale.nodes import Division
 from tests.bench.scale.scheduler import EXTRA_ARGS
 from tests.harness import Progress
 from tests.harness.versions import default_release
@@ -29,6 +30,13 @@ from tests.support.control_plane import control_plane
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--nodes", "fleets", type=click.IntRange(min=1), multiple=True, default=(200, 1000), show_default=True)
 @click.option("--layout", "layouts", multiple=True, type=click.Choice([each.name.lower() for each in Layout]))
+@click.option(
+    "--division",
+    type=click.Choice([division.value for division in Division]),
+    default=Division.PARTITIONS.value,
+    show_default=True,
+    help="What claims hold and pods ask for: 1g.10gb, a tenth of a GPU, or a tenth of its memory.",
+)
 @click.option("--pods", type=click.IntRange(min=1), default=300, show_default=True, help="In one burst.")
 @click.option("--burst-s", type=float, default=25.0, show_default=True, help="Seconds that a burst may take.")
 @click.option("--parked", type=click.IntRange(min=0), default=200, show_default=True, help="Pods nothing can serve.")
@@ -38,6 +46,7 @@ def main(
     *,
     fleets: Sequence[int],
     layouts: Sequence[str],
+    division: str,
     pods: int,
     burst_s: float,
     parked: int,
@@ -47,16 +56,25 @@ def main(
     """Compare what layouts cost the scheduler; print a table and write it as JSON."""
     logging.basicConfig(level=logging.ERROR)  # the end of a cluster cuts watches off
     found: list[Found] = []
-    chosen = [each for each in Layout if not layouts or each.name.lower() in layouts]
+    of_partitions = () if division == Division.PARTITIONS else (Layout.PEER, Layout.PRODUCT)
+    chosen = [each for each in Layout if each not in of_partitions and (not layouts or each.name.lower() in layouts)]
+    if not chosen:
+        raise click.UsageError("--layout peer and product have --division partitions only: give another layout, too")
     played = [each for each in chosen if each is not Layout.PRODUCT]
     clusters = [each for each in (played, [each for each in chosen if each is Layout.PRODUCT]) if each]
     for nodes in fleets:
+        plan = Plan(nodes, pods, burst_s, parked, Division(division))
         for together in clusters:
             with control_plane(f"scale-{nodes}", EXTRA_ARGS) as cluster:
                 install(cluster)
-                Measurement(cluster, Plan(nodes, pods, burst_s, parked), Progress()).run(together, found.append)
+                Measurement(cluster, plan, Progress()).run(together, found.append)
     click.echo(report.table(found))
-    described = {"machine": machine(), "kubernetes": default_release().kubernetes, "burstLimitSeconds": burst_s}
+    described = {
+        "division": division,
+        "machine": machine(),
+        "kubernetes": default_release().kubernetes,
+        "burstLimitSeconds": burst_s,
+    }
     output.write_text(json.dumps({**described, "results": [asdict(each) for each in found]}, indent=1) + "\n")
     if picture:
         plot.draw(found, picture)

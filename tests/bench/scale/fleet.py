@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+from uuid import uuid4
 
 from driver.kube.client import KubeClient
 from driver.kube.get_and_list import RESOURCE_GROUP
+from driver.model.device import Device
 from driver.slices.build import Content, slice_object, slice_spec
 from driver.slices.publisher import SLICES, changes
+from tests.bench.placement.replay import claim
+from tests.bench.placement.trace import Request
 from tests.bench.scale.bulk import Etcd
 from tests.bench.scale.layouts import Publishing
-from tests.bench.scale.nodes import HELD_PROFILE, HeldGpu, pool_of
+from tests.bench.scale.nodes import HeldGpu, pool_of
 from tests.bench.scale.writing import in_parallel
 from tests.harness.manifests import node_object, ready_status
 from tests.harness.progress import Part
@@ -21,8 +25,6 @@ from tests.support.published import DRIVER
 NODES = "/api/v1/nodes"
 HELD_NAMESPACE = "held"
 HELD_CLAIMS = f"{RESOURCE_GROUP}/namespaces/{HELD_NAMESPACE}/resourceclaims"
-DEVICE_CLASS = f"gpu-inference-{HELD_PROFILE.replace('.', '-')}"
-API_VERSION = "resource.k8s.io/v1"
 
 NODES_READY_S = 180.0
 
@@ -48,7 +50,7 @@ class ServedFleet:
     def hold(self, part: Part, held: Iterable[HeldGpu]) -> None:
         """A claim for each device, allocated as the scheduler would have done it."""
         self._client.create("/api/v1/namespaces", {"metadata": {"name": HELD_NAMESPACE}})
-        claims = (_held_claim(gpu.node, device.name) for gpu in held for device in gpu.devices)
+        claims = (_held_claim(gpu.node, device, number) for gpu in held for number, device in enumerate(gpu.devices))
         first = next(claims)
         self._client.create(HELD_CLAIMS, first)
         self._client.patch(f"{HELD_CLAIMS}/{first['metadata']['name']}/status", {"status": first["status"]})
@@ -85,13 +87,11 @@ class ServedFleet:
         return not any(node["spec"].get("taints") for node in self._client.get_object(NODES)["items"])
 
 
-def _held_claim(node: str, device: str) -> dict[str, Any]:
-    request = {"name": "gpu", "exactly": {"deviceClassName": DEVICE_CLASS, "allocationMode": "ExactCount", "count": 1}}
-    result = {"request": "gpu", "driver": DRIVER, "pool": pool_of(node).name, "device": device}
-    return {
-        "apiVersion": API_VERSION,
-        "kind": "ResourceClaim",
-        "metadata": {"name": f"{node}-{device}", "namespace": HELD_NAMESPACE},
-        "spec": {"devices": {"requests": [request]}},
-        "status": {"allocation": {"devices": {"results": [result]}}},
-    }
+def _held_claim(node: str, device: Device, number: int) -> dict[str, Any]:
+    request = Request(device.spot.kind, gib=device.spot.at if device.shared else 0)
+    item = claim(f"{node}-{device.name}-{number}", request)
+    result: dict[str, Any] = {"request": "gpu", "driver": DRIVER, "pool": pool_of(node).name, "device": device.name}
+    if request.gib:
+        result |= {"shareID": str(uuid4()), "consumedCapacity": {"memory": f"{request.gib}Gi"}}
+    item["metadata"]["namespace"] = HELD_NAMESPACE
+    return {**item, "status": {"allocation": {"devices": {"results": [result]}}}}

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 
 from controller.cluster.fleet import Fleet
 from driver.kube.client import KubeClient
@@ -14,6 +15,8 @@ from driver.kube.types import Claim
 from driver.kube.watch_cache import Change, WatchCache
 from driver.kube.work_loop import Loop
 from driver.model.device import Device
+from driver.model.offer import SHARED, Spot
+from driver.model.shared_memory import gib_of
 from driver.slices.publisher import COALESCE_INTERVAL_SECONDS
 from tests.bench.scale.fleet import ServedFleet
 from tests.bench.scale.layouts import Publishing
@@ -23,8 +26,8 @@ from tests.bench.scale.writing import WRITERS
 from tests.harness.waiting import wait_for
 from tests.support.workloads import CLAIMS
 
-Allocated = tuple[tuple[str, str], ...]
-"""Pool and name of each device of a claim."""
+Allocated = tuple[tuple[str, str, int], ...]
+"""Pool and name of each device of a claim, and the GiB that it has of a shared one."""
 
 
 class Keeper:
@@ -89,13 +92,17 @@ class Keeper:
         return held
 
     def _devices(self, allocated: Allocated) -> Iterator[Device]:
-        for pool, name in allocated:
+        for pool, name, gib in allocated:
             if pool not in self._by_name:
                 gpus = self._fleet.nodes[self._node_of_pool[pool]]
                 self._by_name[pool] = {device.name: device for entry in gpus for device in entry.devices}
-            yield self._by_name[pool][name]
+            device = self._by_name[pool][name]
+            yield device if device.shared is None else replace(device, spot=Spot(SHARED, gib))
 
 
 def _allocated(found: Claim) -> Allocated | None:
     allocation = found.status.allocation
-    return tuple((each.pool, each.device) for each in allocation.devices.results) if allocation else None
+    if allocation is None:
+        return None
+    results = allocation.devices.results
+    return tuple((result.pool, result.device, gib_of(result.consumed_capacity, 0) or 0) for result in results)

@@ -13,10 +13,12 @@ from typing import Protocol
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.curation.counters_planner import CountersPlanner
 from controller.demand.demand import Demand
-from driver.model.device import Device
-from driver.model.offer import Offer, OfferKind
+from controller.demand.requirements import AskedKinds
+from driver.model.device import Device, merged
+from driver.model.offer import SHARED, Offer, OfferKind, Spot
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
 from kubelet_plugin.plan.mode import HELD_LAG_SECONDS
+from tests.bench.placement.trace import Request
 from tests.bench.scale.nodes import pool_of
 from tests.bench.scale.peer import peer_slices
 from tests.support.fleets import possible
@@ -42,7 +44,7 @@ class Publishing(Protocol):
     def contents(self, node: str) -> Mapping[str, Content]:
         """The content of the node's slices by name, as it should be now."""
 
-    def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[OfferKind, int]) -> None:
+    def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[Request, int]) -> None:
         """``held`` is all that claims have by now of each GPU that has changed, ``waiting`` how many pods wait."""
 
     def due(self) -> Iterable[str]:
@@ -61,7 +63,7 @@ class Peer:
     def contents(self, node: str) -> Mapping[str, Content]:
         return peer_slices(pool_of(node), self._fleet.nodes[node])
 
-    def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[OfferKind, int]) -> None:
+    def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[Request, int]) -> None:
         pass
 
     def due(self) -> Iterable[str]:
@@ -92,12 +94,13 @@ class Fitting:
 
     def published(self, entry: FleetGpu) -> PublishedGpu:
         """What the slices have of the GPU."""
-        return PublishedGpu(entry.gpu, entry.number, entry.held, self.offers(entry))
+        divided = bool(entry.shares or entry.shared)
+        return PublishedGpu(entry.gpu, entry.number, tuple(merged(entry.held)), self.offers(entry), divided=divided)
 
     def contents(self, node: str) -> Mapping[str, Content]:
         return self._builders[node].build(map(self.published, self._nodes[node].values()))
 
-    def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[OfferKind, int]) -> None:
+    def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[Request, int]) -> None:
         for uuid, devices in held.items():
             node = self._node_of[uuid]
             self._nodes[node][uuid] = self._nodes[node][uuid].holding(devices)
@@ -128,7 +131,7 @@ class Complete(Fitting):
     def published(self, entry: FleetGpu) -> PublishedGpu:
         return PublishedGpu(entry.gpu, entry.number, (), entry.devices, constant=True)
 
-    def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[OfferKind, int]) -> None:
+    def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[Request, int]) -> None:
         pass
 
 
@@ -154,21 +157,32 @@ class CuratedAlways(Fitting):
         asked = self._offers.get(entry.gpu.uuid, frozenset())
         return tuple(d for d in possible(entry) if d.offer in asked) if asked else ()
 
-    def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[OfferKind, int]) -> None:
+    def published(self, entry: FleetGpu) -> PublishedGpu:
+        gpu = super().published(entry)
+        return gpu if entry.state.left else replace(gpu, closed=frozenset(d.name for d in gpu.shared))
+
+    def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[Request, int]) -> None:
         super().changed(held, waiting)
-        standing = self._standing()
-        if any(standing[key] < max(self._curator.offers, waiting.get(key, 0)) for key in self._keys):
+        gib = max((request.gib for request in waiting), default=0)
+        standing = self._standing(gib)
+        count = Counter[OfferKind]()
+        for request, pods in waiting.items():
+            count[request.key] += pods
+        if any(standing[key] < max(self._curator.offers, count[key]) for key in self._keys):
             self._offer(waiting)
 
-    def _standing(self) -> Counter[OfferKind]:
-        """How many offers of each key can still be taken."""
-        entries = (self._nodes[self._node_of[uuid]][uuid] for uuid in self._offers)
-        return Counter(device.spot.kind for entry in entries for device in self.offers(entry))
+    def _standing(self, gib: int) -> Counter[OfferKind]:
+        """How many claims can still get an offer of each key, those of shared devices with ``gib`` each."""
+        entries = [self._nodes[self._node_of[uuid]][uuid] for uuid in self._offers]
+        standing = Counter(device.spot.kind for entry in entries for device in self.offers(entry))
+        open_gpus = (entry for entry in entries if Offer(entry.gpu.uuid, Spot(SHARED)) in self._offers[entry.gpu.uuid])
+        return standing | Counter({SHARED: sum(entry.state.left // max(1, gib) for entry in open_gpus)})
 
-    def _offer(self, waiting: Mapping[OfferKind, int]) -> None:
-        demands = [Demand(key) for key, count in waiting.items() for _ in range(count)]
+    def _offer(self, waiting: Mapping[Request, int]) -> None:
+        demands = [Demand(request.key, gib=request.gib) for request, count in waiting.items() for _ in range(count)]
+        asked = AskedKinds(gib=max((request.gib for request in waiting), default=0))
         published = [offer for offers in self._offers.values() for offer in offers]
-        for offer in self._curator.curate(self.fleet(), demands, published, published):
+        for offer in self._curator.curate(self.fleet(), demands, published, published, asked):
             standing = self._offers.get(offer.gpu, frozenset())
             if offer not in standing:
                 self._offers[offer.gpu] = standing | {offer}
@@ -180,7 +194,7 @@ class Curated(CuratedAlways):
 
     def contents(self, node: str) -> Mapping[str, Content]:
         gpus = [self.published(entry) for entry in self._nodes[node].values()]
-        offers = any(gpu.offers for gpu in gpus)
+        offers = any(gpu.is_offering for gpu in gpus)
         return self._builders[node].build(replace(gpu, unpublished=not offers) for gpu in gpus)
 
 
@@ -189,7 +203,7 @@ class CuratedByGpu(CuratedAlways):
 
     def published(self, entry: FleetGpu) -> PublishedGpu:
         found = super().published(entry)
-        return replace(found, unpublished=not found.offers)
+        return replace(found, unpublished=not found.is_offering)
 
 
 PUBLISHING: Mapping[Layout, Callable[[Fleet], Publishing]] = {

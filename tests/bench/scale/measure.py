@@ -6,8 +6,10 @@ import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
 
 from driver.kube.client import KubeClient, load_configuration
+from driver.model.offer import SHARE, SHARED
 from driver.model.plan import PATH as PLANS
 from driver.model.plan import PublishHeld
 from driver.slices.publisher import SLICES
@@ -19,7 +21,7 @@ from tests.bench.scale.bulk import Etcd
 from tests.bench.scale.fleet import ServedFleet
 from tests.bench.scale.keeper import Keeper
 from tests.bench.scale.layouts import PUBLISHING, Layout, devices_published
-from tests.bench.scale.nodes import held, loaded_fleet
+from tests.bench.scale.nodes import Division, held, loaded_fleet, parts
 from tests.bench.scale.pods import Burst, Pods
 from tests.bench.usage import cpu_s
 from tests.harness.cluster import Cluster
@@ -28,6 +30,8 @@ from tests.harness.waiting import wait_for
 
 SMALL = next(request for request in SKEW_SMALL.weights if str(request) == "1g.10gb")
 MIX = {request: weight for request, weight in SKEW_SMALL.weights.items() if str(request) not in {"7g.80gb", "4g.40gb"}}
+
+SIZES_GIB = (1, 2, 3, 6, 10, 20)
 
 CONTROLLER_FLAGS = ("--publish-held-gpus", "0", "--log-level", "info")
 """Held devices are left out in small fleets, too."""
@@ -38,12 +42,16 @@ WARM_UP_S, PARKED_S, HELD_LEFT_OUT_S = 120.0, 100.0, 180.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: bursts of ``pods`` for ``burst_s`` seconds at most, ``parked`` pods that nothing can serve."""
+    """What is measured: bursts of ``pods`` for ``burst_s`` seconds at most, ``parked`` pods that nothing can serve.
+
+    ``division``: what the pods ask for, and what claims hold before.
+    """
 
     nodes: int
     pods: int
     burst_s: float
     parked: int
+    division: Division = Division.PARTITIONS
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,7 @@ class Measurement:
         """Calls ``found`` after each layout. ``PRODUCT`` must be the only one: it makes the Node objects itself."""
         self.client = KubeClient(load_configuration(self.cluster.kubeconfig), "tessera-bench")
         etcd = Etcd(self.cluster.etcd)
-        self.fleet, self.served = loaded_fleet(self.plan.nodes), ServedFleet(self.client, etcd)
+        self.fleet, self.served = loaded_fleet(self.plan.nodes, self.plan.division), ServedFleet(self.client, etcd)
         self.pods = Pods(self.client, etcd)
         self.cluster.control_plane.stop_scheduler()
         if Layout.PRODUCT not in layouts:
@@ -151,12 +159,12 @@ class Measurement:
         plan, before = self.plan, slice_updates()
         with self.progress.part(f"{layout}: the scheduler starts and warms up"):
             self._scheduler = process = self.cluster.control_plane.restart_scheduler()
-            self.pods.burst("warm", [SMALL] * WARM_UP, WARM_UP_S)
-        small = self._burst(layout, "small", [SMALL] * plan.pods)
-        mix = self._burst(layout, "mix", _mixed(plan.pods))
+            self.pods.burst("warm", self._alike(WARM_UP), WARM_UP_S)
+        small = self._burst(layout, "small", self._alike(plan.pods))
+        mix = self._burst(layout, "mix", self._mixed(plan.pods))
         with self.progress.part(f"{layout}: {plan.parked} pods are parked"):
             parked, parking_s = self.pods.park("parked", plan.parked, FULL_NODE, PARKED_S)
-        beside = self._burst(layout, "beside", [SMALL] * plan.pods)
+        beside = self._burst(layout, "beside", self._alike(plan.pods))
         updates = slice_updates() - before
         cost = scheduler.cost(process)
         return Found(layout.value, plan.nodes, devices, small, mix, beside, parked, parking_s, updates, cost)
@@ -171,10 +179,23 @@ class Measurement:
         self.progress.say(f"    {bound}: {burst.pods_a_second:.1f} pods/s")
         return burst
 
+    def _alike(self, count: int) -> list[Request]:
+        """Ten of shared GPUs need all of one."""
+        if self.plan.division is not Division.SHARED:
+            return [Request(SHARE) if self.plan.division is Division.SHARES else SMALL] * count
+        whole = min(gpu.shared.gib for gpu in self.fleet if gpu.shared is not None)
+        return list(islice(cycle(Request(SHARED, gib=gib) for gib in parts(whole)), count))
+
+    def _mixed(self, count: int) -> list[Request]:
+        chosen = random.Random(count)
+        if self.plan.division is Division.SHARED:
+            return [Request(SHARED, gib=gib) for gib in chosen.choices(SIZES_GIB, k=count)]
+        return (
+            self._alike(count)
+            if self.plan.division is Division.SHARES
+            else chosen.choices(list(MIX), list(MIX.values()), k=count)
+        )
+
     def _used(self) -> Used:
         tessera = sum(map(cpu_s, self._processes))
         return Used(scheduler.cost(self._scheduler).cpu_s, tessera, writes_so_far(self.client))
-
-
-def _mixed(count: int) -> list[Request]:
-    return random.Random(count).choices(list(MIX), list(MIX.values()), k=count)

@@ -16,7 +16,6 @@ import msgspec
 from driver.kube.client import KubeClient
 from driver.kube.types import ObjectMeta
 from driver.kube.watch_cache import Change, WatchCache
-from driver.model.offer import OfferKind
 from tests.bench.placement.replay import claim, pod
 from tests.bench.placement.trace import Request
 from tests.bench.scale.bulk import Etcd, Object
@@ -88,13 +87,13 @@ class Pods:
         threading.Thread(target=self._cache.run, args=(stop,), daemon=True).start()
         wait_for(lambda: self._cache.synced, SYNC_S, "the pods were listed")
 
-    def waiting(self, served: Collection[str]) -> Mapping[OfferKind, int]:
-        """How many pods wait for a device of each key, those for several devices aside, and those that are ``served``:
+    def waiting(self, served: Collection[str]) -> Mapping[Request, int]:
+        """How many pods wait with each request, those for several devices aside, and those that are ``served``:
         their claims have got something, though they may not be bound yet."""
         pods = self._cache.snapshot()
         names = [key.name for key, seen in pods.items() if not seen.spec.node_name and key.name not in served]
         requests = [self._requests[name] for name in names if name in self._requests]
-        return Counter(request.key for request in requests if request.count == 1)
+        return Counter(request for request in requests if request.count == 1)
 
     def burst(self, name: str, requests: Sequence[Request], limit_s: float) -> Burst:
         """A pod for each request, all there at the same moment; returns when all are bound or the time is over."""

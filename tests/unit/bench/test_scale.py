@@ -6,6 +6,7 @@ import base64
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -14,13 +15,14 @@ from typing import Any
 import pytest
 
 from controller.cluster.fleet import Fleet
-from driver.model.offer import DeviceKind, OfferKind
-from driver.slices.build import Content
+from driver.model.offer import SHARED, DeviceKind, OfferKind, Spot
+from driver.slices.build import CLOSED, Content
+from tests.bench.placement.trace import Request
 from tests.bench.scale import plot, report
 from tests.bench.scale.bulk import Etcd
 from tests.bench.scale.layouts import PUBLISHING, Curated, Fitting, Layout
 from tests.bench.scale.measure import Found
-from tests.bench.scale.nodes import held, loaded_fleet
+from tests.bench.scale.nodes import Division, held, loaded_fleet
 from tests.bench.scale.pods import Burst
 from tests.bench.scale.scheduler import Cost
 
@@ -68,6 +70,23 @@ def test_three_quarters_of_the_gpus_are_full_and_a_node_alone_offers_what_is_lef
     assert Counter(name.split("-")[1] for name in published) == {**{str(gpu): 7 for gpu in range(6)}, "6": 26, "7": 26}
 
 
+@pytest.mark.parametrize("division", [Division.SHARES, Division.SHARED])
+def test_ten_claims_fill_a_divided_gpu(division: Division) -> None:
+    divided = loaded_fleet(1, division).nodes[NODE]
+    assert [(len(gpu.held), gpu.state.free) for gpu in divided] == [(10, 0)] * 6 + [(0, 8)] * 2
+
+
+def test_a_shared_gpu_takes_new_claims_until_it_is_full() -> None:
+    fleet = loaded_fleet(1, Division.SHARED)
+    publishing, gpu = Curated(fleet), fleet.nodes[NODE][7]
+    publishing.changed({}, {Request(SHARED, gib=8): 3})
+    shared = next(device for device in gpu.devices if device.shared)
+    publishing.changed({gpu.gpu.uuid: [replace(shared, spot=Spot(SHARED, 8))]}, {})
+    taints = {device["name"]: device.get("taints") for device in devices(publishing.contents(NODE))}
+    assert taints["gpu-7-shared"] is None
+    assert taints["gpu-0-shared"] == [CLOSED]
+
+
 def test_an_allocation_takes_what_overlaps_it_out_of_the_slices_of_a_node_alone(fleet: Fleet) -> None:
     publishing, gpu = Fitting(fleet), fleet.nodes[NODE][7]
     taken = next(device for device in gpu.devices if device.name == "gpu-7-mig-4g40gb-0")
@@ -82,19 +101,19 @@ def test_an_allocation_takes_what_overlaps_it_out_of_the_slices_of_a_node_alone(
 def test_pods_that_wait_are_met_by_as_many_offers_and_nothing_is_written_for_those_that_have_one(fleet: Fleet) -> None:
     publishing = Curated(fleet)
     list(publishing.due())
-    publishing.changed({}, {SMALL: 9})
+    publishing.changed({}, {Request(SMALL): 9})
     written = list(publishing.due())
     offered = [d["name"] for node in fleet.nodes for d in devices(publishing.contents(node)) if "taints" not in d]
     free = [name for name in offered if "-mig-1g10gb-" in name and name.split("-")[1] in {"6", "7"}]
     assert len(free) >= 9
     assert written
-    publishing.changed({}, {SMALL: 9})
+    publishing.changed({}, {Request(SMALL): 9})
     assert list(publishing.due()) == []
 
 
 def test_that_an_offer_was_taken_is_told_later(fleet: Fleet) -> None:
     publishing = Curated(fleet)
-    publishing.changed({}, {SMALL: 9})
+    publishing.changed({}, {Request(SMALL): 9})
     list(publishing.due())
     gpu = fleet.nodes[NODE][0]
     publishing.changed({gpu.gpu.uuid: gpu.held[:-1]}, {})

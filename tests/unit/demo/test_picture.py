@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from driver.model.device import Device, devices_of
+from driver.model.device import Device, devices_of, shared_device
+from driver.model.shared_memory import GIB, SharedMemory, SharingStrategy
 from driver.placement.occupancy import overlap
 from driver.slices.build import PublishedGpu, slice_object
 from driver.slices.slice_names import Pool
+from tessera.tables_and_drawings import Span
 from tests.demo.picture import INNER, draw, holdings, rows
 from tests.demo.svg import svg
 from tests.support.gpus import gpu_of
@@ -85,6 +87,24 @@ def test_shares_are_cells_in_their_order() -> None:
     cells = line[line.index("[") + 1 : -1].split("|")
     assert (cells[0], cells[7]) == ("note-02", "note-01")
     assert cells.count("." * 7) == SHARES - 2
+
+
+def test_claims_of_a_shared_gpu_are_as_wide_as_their_memory() -> None:
+    gpu = gpu_of(A100, 0)
+    shared = SharedMemory(SharingStrategy.TIME_SLICING, 79 * GIB)
+    device = shared_device(gpu, 0, shared)
+    built = build_slices(Pool("node-0", DRIVER), [PublishedGpu(gpu, 0, (device,), ())])
+    slices = [
+        slice_object(name, content, Pool("node-0", DRIVER), 1, len(built), None) for name, content in built.items()
+    ]
+    claims = [claim("nb-1", device.name), claim("nb-2", device.name)]
+    for number, item in enumerate(claims):
+        [result] = item["status"]["allocation"]["devices"]["results"]
+        result |= {"shareID": f"{number}", "consumedCapacity": {"memory": f"{7 + 14 * number}Gi"}}
+    held = holdings(slices, claims)
+    [row] = rows(slices, held)
+    assert (row.kind, row.cells, row.spans) == ("shared", 11, (Span(0, 1, "nb-1"), Span(1, 3, "nb-2")))
+    assert "[nb-1--|nb-2" in click.unstyle(draw(slices, held))
 
 
 def test_seven_small_partitions_leave_the_eighth_slice_visibly_free() -> None:

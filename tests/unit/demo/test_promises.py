@@ -49,6 +49,14 @@ def notebook(index: int = 0) -> Workload:
     return Workload(NOTE, Holding(f"note-{index}", f"note-{index}-gpu-a", share), Seen(told, COMMON | {"/dev/nvidia2"}))
 
 
+def by_memory(part: str, gib: int = 40) -> Workload:
+    shared = replace(device("gpu-3-shared", type="shared", profile="none", parentUUID="GPU-3"), gib=79)
+    name = f"GPU_3_SHARED_{part.upper()}"
+    seen = Seen({f"TESSERA_DEVICE_{name}": "GPU-3", f"TESSERA_MEMORY_{name}": f"{gib}Gi"}, COMMON | {"/dev/nvidia3"})
+    group = Group("nb", "gpu-shared", "shared", 30, gib=gib)
+    return Workload(group, Holding(f"nb-{part}", f"nb-{part}-gpu-a", shared, gib, part), seen)
+
+
 def seeing(workload: Workload, *nodes: str, **variables: str) -> Workload:
     """``workload`` whose container sees more than it should, or is told something else."""
     seen = workload.seen
@@ -57,6 +65,7 @@ def seeing(workload: Workload, *nodes: str, **variables: str) -> Workload:
 
 def test_kept_promises_of_every_kind_are_no_fault() -> None:
     assert broken([training(), inference(0), inference(1), notebook(0), notebook(1)]) == []
+    assert broken([by_memory("a", 39), by_memory("b", 40)]) == []
 
 
 BLIND = Seen({}, COMMON)
@@ -71,6 +80,8 @@ BLIND = Seen({}, COMMON)
         (seeing(training(), TESSERA_DEVICE_GPU_0="GPU-7"), "train-1: variables {'TESSERA_DEVICE_GPU_0': 'GPU-7'}"),
         (seeing(training(), TESSERA_DEVICE_GPU_1="GPU-1"), "train-1: variables"),
         (seeing(notebook(), TESSERA_SHARES_GPU_2_SHARE_0="4"), "note-0: variables"),
+        (seeing(by_memory("a"), TESSERA_MEMORY_GPU_3_SHARED_A="79Gi"), "nb-a: variables"),
+        (replace(by_memory("a"), group=Group("nb", "gpu-shared", "shared", 1, gib=7)), "GiB of the GPU 40, promised 7"),
         (replace(training(), group=NOTE), "train-1: type of the device gpu, promised share"),
         (replace(inference(), partition=None), "infer-0: no partition is cut for its claim infer-0-gpu-a"),
         (
@@ -97,6 +108,10 @@ def test_a_capability_node_in_two_containers_is_said_with_both() -> None:
 def test_one_device_given_out_twice_is_said_with_both() -> None:
     twice = replace(notebook(), holding=replace(notebook().holding, pod="note-9"))
     assert broken([notebook(), twice]) == ["gpu-2-share-0 of node-0 is with note-0, note-9, promised to one"]
+
+
+def test_claims_that_have_more_memory_than_their_gpu_are_said() -> None:
+    assert broken([by_memory("a"), by_memory("b")]) == ["gpu-3 of node-0 has 79 GiB, and its claims have 80"]
 
 
 def test_two_kinds_of_use_of_one_gpu_are_said() -> None:

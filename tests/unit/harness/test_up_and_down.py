@@ -82,6 +82,7 @@ def test_node_plugins_of_two_clusters_share_no_folder_when_started_as_printed(st
         ("demo", "tests.demo"),
         ("demo NAME=mine KEEP=1", "tests.demo --name mine --keep"),
         ("demo-54 NAME=mine", "tests.demo.fifty_four --name mine"),
+        ("demo-54 NOTEBOOKS=memory", "tests.demo.fifty_four --notebooks memory"),
         ("demo-curation NAME=mine", "tests.demo.curation --name mine"),
         ("demo-helm NAME=mine", "tests.demo.helm --name mine"),
         ("demo-usage NAME=mine SVG=a.svg", "tests.demo.usage --name mine --svg a.svg"),
