@@ -28,9 +28,12 @@ UNSAID: InContainer = (None, None)
 
 
 def memory_limit(limits: CgroupMemoryLimits, gpu: Gpu, strategy: SharingStrategy) -> MemoryLimit:
-    """What can hold claims to their memory of ``gpu``. Nothing, as far as anybody knows, if it does not answer."""
+    """What can hold claims to their memory of ``gpu``, which leaves MIG mode before they are prepared.
+
+    Nothing, as far as anybody knows, if it does not answer.
+    """
     try:
-        if limits.unsupported(gpu) is None:
+        if limits.unsupported(gpu, outside_mig=True) is None:
             return MemoryLimit.CGROUP
     except RecoverableError as error:
         log.warning("it is unknown whether GPU memory can be limited", extra={"gpu": gpu.uuid, "error": str(error)})

@@ -49,8 +49,8 @@ class CgroupMemoryLimits:
         """``handle``: NVML's handle of a GPU."""
         self._nvml, self._paths, self._handle = nvml, paths, handle
 
-    def unsupported(self, gpu: Gpu) -> str | None:
-        """Why no limit can be set on a GPU; None if it can."""
+    def unsupported(self, gpu: Gpu, *, outside_mig: bool = False) -> str | None:
+        """Why no limit can be set on a GPU; None if it can. ``outside_mig``: once it has left MIG mode."""
         code = pynvml.NVML_SUCCESS
         try:
             self._read(gpu, self._paths.here(CGROUPS))
@@ -65,7 +65,7 @@ class CgroupMemoryLimits:
                 f"{self._paths.here(CGROUPS)} is not cgroup v2, which limits on GPU memory need: boot the node with "
                 "systemd.unified_cgroup_hierarchy=1"
             )
-        if code == pynvml.NVML_ERROR_NOT_SUPPORTED:
+        if code == pynvml.NVML_ERROR_NOT_SUPPORTED and not (outside_mig and gpu.mig_mode.in_force):
             is_mig = " in MIG mode" if gpu.mig_mode.in_force else ""
             return f"the driver does not limit the memory of {gpu.uuid}{is_mig} by cgroup"
         return None

@@ -88,6 +88,16 @@ def test_a_pod_may_use_what_its_claims_have_and_nothing_once_they_have_ended(nod
     assert node.nothing_left()
 
 
+def test_a_claim_that_follows_a_partition_is_held_to_its_memory(node: NodeUnderTest) -> None:
+    """The GPU is still in MIG mode, in which nothing can be limited, when the claim is allocated."""
+    partition = node.api.allocate("partition", "gpu-0-mig-1g10gb-0")
+    node.preparer.prepare(partition)
+    node.scanner.scan(node.node.inventory)
+    node.preparer.unprepare(partition)
+    node.preparer.prepare(node.api.allocate("claim", part(6, "s1"), pods=(POD,)))
+    assert limit(node, POD) == 6
+
+
 def test_the_container_is_told_its_limit_and_people_are_told_what_holds_it(node: NodeUnderTest) -> None:
     node.preparer.prepare(node.api.allocate("claim", part(6, "s1"), pods=(POD,)))
     [[status]] = device_statuses(node.node.checkpoint.records()).values()
