@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from driver.errors import RecoverableError
+from driver.errors import HardwareError, RecoverableError
 from driver.hardware.cgroups.memory_limits import CgroupMemoryLimits
 from driver.hardware.cgroups.pod_cgroups import PodCgroups
 from driver.hardware.host import Host
@@ -58,10 +58,18 @@ class ClaimMemory:
 
     def release(self, gpu: Gpu, record: ClaimRecord) -> None:
         """Hold the pods of ``record`` to what they have of ``gpu`` without it. Raises HardwareError, StateError."""
-        if is_limited(gpu, record):
-            others = memory_by_pod(self._shares(other for other in self._records(record.uid))).get(gpu.uuid, {})
+        if not is_limited(gpu, record):
+            return
+        others = memory_by_pod(self._shares(other for other in self._records(record.uid))).get(gpu.uuid, {})
+        try:
             self._limits.check(gpu, {pod: others[pod] for pod in record.pods if pod in others})
             self._limits.lift(gpu, [pod for pod in record.pods if pod not in others])
+        except HardwareError as error:
+            unenforced = self.unenforced(gpu)
+            if unenforced is None:
+                raise
+            # Another driver or MIG mode since the prepare has ended all limits.
+            log.warning("no limits to remove", extra={"gpu": gpu.uuid, "why": unenforced, "error": str(error)})
 
     def check(self, gpu: Gpu) -> dict[str, int]:
         """Set lost limits again; return the bytes that each pod uses of ``gpu``. Raises HardwareError, StateError."""

@@ -23,6 +23,7 @@ from kubelet_plugin.status.events import PluginEvents
 from tests.support.claims import NODE, result
 from tests.support.memory_limits import GIB, make_cgroup, read_limits
 from tests.support.node import EVERY_GPU_AS_FOUND, KeptEvents, NodeUnderTest, choosing, paths_of, start_node
+from tests.support.nvml_client import enable_mig
 
 POD, OTHER, LATER = (f"{letter}f0c3c1e-93a5-4d6f-9f4e-1c0f1b1e6a77" for letter in "abc")
 UNLIMITED = pynvml.NVML_DEVICE_MEMORY_LIMIT_MAX
@@ -129,6 +130,16 @@ def test_a_restarted_plugin_knows_the_limits_of_the_claims_before(node: NodeUnde
     assert limit(again, POD) == 6
     again.preparer.unprepare(claim)
     assert limit(again, POD) is None
+
+
+def test_claims_are_released_where_an_administrator_has_ended_all_limits(node: NodeUnderTest) -> None:
+    claims = [node.api.allocate(name, part(6, name), pods=(POD,)) for name in ("first", "second")]
+    for claim in claims:
+        node.preparer.prepare(claim)
+    enable_mig(node.simulated.nvml)
+    for claim in claims:
+        node.preparer.unprepare(claim)
+    assert node.nothing_left()
 
 
 def test_a_pod_that_uses_a_claim_later_is_held_to_it_too_and_their_sum_is_watched(node: NodeUnderTest) -> None:
