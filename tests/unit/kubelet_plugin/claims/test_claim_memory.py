@@ -112,6 +112,15 @@ def test_a_claim_of_a_pod_without_a_cgroup_is_refused_and_leaves_nothing(node: N
     assert node.nothing_left()
 
 
+def test_a_pod_needs_no_other_pod_of_its_claim_to_start(node: NodeUnderTest) -> None:
+    claim = node.api.allocate("claim", part(6, "s1"), pods=(POD, "not-started"))
+    assert node.preparer.prepare(claim)
+    assert limit(node, POD) == 6
+    make_cgroup(node.simulated, "kubepods/burstable/podnot-started")
+    watch(node, KeptEvents()).handle_scan(node.node.inventory.gpus)
+    assert limit(node, "not-started") == 6
+
+
 def test_limits_that_a_reload_of_the_driver_has_lost_are_set_again(node: NodeUnderTest) -> None:
     claim = node.api.allocate("claim", part(6, "s1"), pods=(POD,))
     node.preparer.prepare(claim)
