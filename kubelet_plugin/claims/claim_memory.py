@@ -75,6 +75,10 @@ class ClaimMemory:
         """Set lost limits again; return the bytes that each pod uses of ``gpu``. Raises HardwareError, StateError."""
         return self._limits.check(gpu, self.of_pods(gpu))
 
+    def running(self, pod_uids: Iterable[str]) -> Iterable[str]:
+        """The pods that have a cgroup."""
+        return self._limits.running(pod_uids)
+
     def unenforced(self, gpu: Gpu) -> str | None:
         """Why no cgroup can be limited on ``gpu``; None: it can. Raises HardwareError."""
         return self._limits.unenforced(gpu)

@@ -64,10 +64,10 @@ class PodMemoryLimits:
         That one has a cgroup; the others may have ended, or start later and are limited by ``check``. Raises
         HardwareError; StateError: no pod has a cgroup, or one has no controller of the kernel.
         """
-        present = self._present(pods)
+        present = self.running(pods)
         if pods and not present:
             self._cgroups.find(min(pods))  # searches the parents of pods again
-            present = self._present(pods)
+            present = self.running(pods)
         if pods and not present:
             raise StateError(
                 f"limiting the memory of pod {', '.join(pods)} on {gpu.uuid}: no cgroup of this pod is below {CGROUPS} "
@@ -83,7 +83,7 @@ class PodMemoryLimits:
         """
         used: dict[str, int] = {}
         failures: list[RecoverableError] = []
-        for pod_uid, cgroup in self._present(pods).items():
+        for pod_uid, cgroup in self.running(pods).items():
             try:
                 used[pod_uid] = self._hold(gpu, pod_uid, cgroup, pods[pod_uid])
             except RecoverableError as error:
@@ -95,7 +95,7 @@ class PodMemoryLimits:
 
     def lift(self, gpu: Gpu, pod_uids: Iterable[str]) -> None:
         """Remove the limits of pods that hold nothing of ``gpu`` any more. Raises HardwareError."""
-        for pod_uid, cgroup in self._present(pod_uids).items():
+        for pod_uid, cgroup in self.running(pod_uids).items():
             try:
                 if self._limits.read(gpu, cgroup).limit is None:
                     continue
@@ -107,7 +107,7 @@ class PodMemoryLimits:
             else:
                 log.info("removed the limit on GPU memory", extra={"gpu": gpu.uuid, "podUID": pod_uid})
 
-    def _present(self, pod_uids: Iterable[str]) -> dict[str, Path]:
+    def running(self, pod_uids: Iterable[str]) -> dict[str, Path]:
         """The cgroups of the pods that have one."""
         paths = ((pod_uid, self._cgroups.find(pod_uid, expected=False)) for pod_uid in pod_uids)
         return {pod_uid: path for pod_uid, path in paths if path is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,27 @@ def test_a_pod_that_uses_a_claim_later_is_held_to_it_too_and_their_sum_is_watche
     assert node.api.reads == reads, "the API server is not asked at each scan"
     node.preparer.unprepare(claim)
     assert [limit(node, pod) for pod in (POD, LATER)] == [None, None]
+
+
+def test_pods_of_a_claim_that_have_ended_are_forgotten(node: NodeUnderTest) -> None:
+    claim = node.api.allocate("claim", part(6, "s1"), pods=(POD, OTHER))
+    node.preparer.prepare(claim)
+    node.api.allocate("claim", part(6, "s1"), pods=(LATER,))
+    shutil.rmtree(cgroup(node, OTHER))
+    watch(node, KeptEvents()).handle_scan(node.node.inventory.gpus)
+    [record] = node.node.checkpoint.records()
+    assert record.pods == (POD, LATER)
+    assert limit(node, LATER) == 6
+
+
+def test_a_scan_waits_once_for_an_api_server_that_does_not_answer(node: NodeUnderTest) -> None:
+    for name in ("first", "second", "third"):
+        node.preparer.prepare(node.api.allocate(name, part(6, name), pods=(POD,)))
+    watching, reads = watch(node, KeptEvents()), node.api.reads
+    node.api.away = True
+    for _ in range(2):
+        watching.handle_scan(node.node.inventory.gpus)
+    assert node.api.reads == reads + 1
 
 
 @pytest.mark.parametrize(
