@@ -10,8 +10,9 @@ from typing import Any
 import pynvml
 import pytest
 
-from driver.errors import StateError, UsageError
+from driver.errors import HardwareError, StateError, UsageError
 from driver.hardware.host import Host
+from driver.model.gpu_events_and_conditions import ConditionType
 from driver.model.gpu_settings import GpuSharing, parse_shared
 from driver.simulator.description import load_description
 from driver.simulator.node import SimulatedNode
@@ -21,6 +22,7 @@ from kubelet_plugin.reconcile.memory_watch import PODS_INTERVAL_SECONDS, MemoryW
 from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.status.claim_status import device_statuses
 from kubelet_plugin.status.events import PluginEvents
+from tests.support.care import Care
 from tests.support.claims import NODE, result
 from tests.support.memory_limits import GIB, make_cgroup, read_limits
 from tests.support.node import EVERY_GPU_AS_FOUND, KeptEvents, NodeUnderTest, choosing, paths_of, start_node
@@ -150,6 +152,29 @@ def test_claims_are_released_where_an_administrator_has_ended_all_limits(node: N
     for claim in claims:
         node.preparer.unprepare(claim)
     assert node.nothing_left()
+
+
+def test_a_claim_that_cant_be_released_keeps_new_claims_away_until_the_last_such_claim_is(
+    node: NodeUnderTest,
+) -> None:
+    care = Care(node)
+    claims = [node.api.allocate(name, part(6, name), pods=(pod,)) for name, pod in (("first", POD), ("second", OTHER))]
+    for claim in claims:
+        node.preparer.prepare(claim)
+    node.simulated.faults.fail("nvmlDeviceSetMemoryLimits_v1", code=pynvml.NVML_ERROR_UNKNOWN)
+    for claim in claims:
+        with pytest.raises(HardwareError, match="UNKNOWN"):
+            node.preparer.unprepare(claim)
+    care.look()
+    care.look(after_s=61)
+    assert care.troubles.keys() == {("gpu-0-shared", ConditionType.STUCK)}
+    shutil.rmtree(cgroup(node, POD))
+    node.preparer.unprepare(claims[0])
+    care.look(after_s=1)
+    assert care.troubles.keys() == {("gpu-0-shared", ConditionType.STUCK)}
+    shutil.rmtree(cgroup(node, OTHER))
+    care.look(after_s=11)
+    assert not care.troubles
 
 
 def test_a_pod_that_uses_a_claim_later_is_held_to_it_too_and_their_sum_is_watched(node: NodeUnderTest) -> None:
