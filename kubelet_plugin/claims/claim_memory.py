@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from driver.errors import RecoverableError
+from driver.errors import HardwareError, RecoverableError
 from driver.hardware.cgroups.memory_limits import CgroupMemoryLimits
 from driver.hardware.cgroups.pod_cgroups import PodCgroups
 from driver.hardware.host import Host
@@ -33,7 +33,10 @@ UNSAID: InContainer = (None, None)
 
 
 def memory_limit(limits: CgroupMemoryLimits, gpu: Gpu, strategy: SharingStrategy) -> MemoryLimit:
-    """What can hold claims to their memory of ``gpu``. Nothing, as far as anybody knows, if it does not answer."""
+    """What can hold claims to their memory of ``gpu``, which leaves MIG mode before they are prepared.
+
+    Nothing, as far as anybody knows, if it does not answer.
+    """
     try:
         if limits.unsupported(gpu, outside_mig_mode=gpu.toggles_freely) is None:
             return MemoryLimit.CGROUP
@@ -60,14 +63,26 @@ class ClaimMemory:
 
     def release(self, gpu: Gpu, record: ClaimRecord) -> None:
         """Hold the pods of ``record`` to what they have of ``gpu`` without it. Raises HardwareError, StateError."""
-        if is_limited(gpu, record):
-            others = memory_by_pod(self._shares(other for other in self._records(record.uid))).get(gpu.uuid, {})
+        if not is_limited(gpu, record):
+            return
+        others = memory_by_pod(self._shares(other for other in self._records(record.uid))).get(gpu.uuid, {})
+        try:
             self._limits.check(gpu, {pod: others[pod] for pod in record.pods if pod in others})
             self._limits.lift(gpu, [pod for pod in record.pods if pod not in others])
+        except HardwareError as error:
+            unenforced = self.unenforced(gpu)
+            if unenforced is None:
+                raise
+            # Another driver or MIG mode since the prepare has ended all limits.
+            log.warning("no limits to remove", extra={"gpu": gpu.uuid, "why": unenforced, "error": str(error)})
 
     def check(self, gpu: Gpu) -> dict[str, int]:
         """Set lost limits again; return the bytes that each pod uses of ``gpu``. Raises HardwareError, StateError."""
         return self._limits.check(gpu, self.of_pods(gpu))
+
+    def running(self, pod_uids: Iterable[str]) -> Iterable[str]:
+        """The pods that have a cgroup."""
+        return self._limits.running(pod_uids)
 
     def unenforced(self, gpu: Gpu) -> str | None:
         """Why no cgroup can be limited on ``gpu``; None: it can. Raises HardwareError."""

@@ -59,18 +59,22 @@ class PodMemoryLimits:
         return memory if self._limits.is_enforced_by_kernel(gpu) else None
 
     def apply(self, gpu: Gpu, pods: PodMemory) -> None:
-        """Hold pods to their memory of ``gpu``, before their containers start.
+        """Hold pods to their memory of ``gpu``, before the containers of one of them start.
 
-        Raises HardwareError; StateError: a pod has no cgroup, or one without the kernel's controller.
+        That one has a cgroup; the others may have ended, or start later and are limited by ``check``. Raises
+        HardwareError; StateError: no pod has a cgroup, or one has no controller of the kernel.
         """
-        for pod_uid, memory in pods.items():
-            cgroup = self._cgroups.find(pod_uid)
-            if cgroup is None:
-                raise StateError(
-                    f"limiting the memory of pod {pod_uid} on {gpu.uuid}: no cgroup of this pod is below {CGROUPS} of "
-                    "the host, where the kubelet makes one for each pod (kubepods, kubepods.slice)"
-                )
-            self._hold(gpu, pod_uid, cgroup, memory)
+        present = self.running(pods)
+        if pods and not present:
+            self._cgroups.find(min(pods))  # searches the parents of pods again
+            present = self.running(pods)
+        if pods and not present:
+            raise StateError(
+                f"limiting the memory of pod {', '.join(pods)} on {gpu.uuid}: no cgroup of this pod is below {CGROUPS} "
+                "of the host, where the kubelet makes one for each pod (kubepods, kubepods.slice)"
+            )
+        for pod_uid, cgroup in present.items():
+            self._hold(gpu, pod_uid, cgroup, pods[pod_uid])
 
     def check(self, gpu: Gpu, pods: PodMemory) -> dict[str, int]:
         """Set lost limits again, as after a reload of the driver; return the bytes of ``gpu`` that each pod uses.
@@ -79,12 +83,9 @@ class PodMemoryLimits:
         """
         used: dict[str, int] = {}
         failures: list[RecoverableError] = []
-        for pod_uid, memory in pods.items():
-            cgroup = self._cgroups.find(pod_uid, expected=False)
-            if cgroup is None:
-                continue
+        for pod_uid, cgroup in self.running(pods).items():
             try:
-                used[pod_uid] = self._hold(gpu, pod_uid, cgroup, memory)
+                used[pod_uid] = self._hold(gpu, pod_uid, cgroup, pods[pod_uid])
             except RecoverableError as error:
                 if cgroup.exists():
                     failures.append(error)
@@ -94,10 +95,7 @@ class PodMemoryLimits:
 
     def lift(self, gpu: Gpu, pod_uids: Iterable[str]) -> None:
         """Remove the limits of pods that hold nothing of ``gpu`` any more. Raises HardwareError."""
-        for pod_uid in pod_uids:
-            cgroup = self._cgroups.find(pod_uid, expected=False)
-            if cgroup is None:
-                continue
+        for pod_uid, cgroup in self.running(pod_uids).items():
             try:
                 if self._limits.read(gpu, cgroup).limit is None:
                     continue
@@ -108,6 +106,11 @@ class PodMemoryLimits:
                     raise
             else:
                 log.info("removed the limit on GPU memory", extra={"gpu": gpu.uuid, "podUID": pod_uid})
+
+    def running(self, pod_uids: Iterable[str]) -> dict[str, Path]:
+        """The cgroups of the pods that have one."""
+        paths = ((pod_uid, self._cgroups.find(pod_uid, expected=False)) for pod_uid in pod_uids)
+        return {pod_uid: path for pod_uid, path in paths if path is not None}
 
     def _hold(self, gpu: Gpu, pod_uid: str, cgroup: Path, memory: int) -> int:
         """Set the limit of a pod unless it is in force; return the bytes that the pod uses."""

@@ -186,8 +186,11 @@ class HealthMonitor:
         return self._reason(device, ())
 
     def reason_for_holders(self, device: Device) -> str | None:
-        """Why pods that use ``device`` are affected, or None. A failing GPU only refuses to be changed."""
-        return self._reason(device, (FAILING,))
+        """Why pods that use ``device`` are affected, or None.
+
+        A failing GPU only refuses to be changed; one claim of a shared device that can't be released affects no other.
+        """
+        return self._reason(device, (FAILING,) if device.shared is None else (FAILING, ConditionType.STUCK))
 
     def _reason(self, device: Device, ignored: Collection[str]) -> str | None:
         fault = self._inventory.fault(device.gpu)

@@ -96,6 +96,8 @@ class Inventory:
         self._reserved: Mapping[str, str] = {}
         self._reservations_known = False
         self._switched: dict[str, MigMode] = {}
+        self._memory: dict[str, SharedMemory | None] = {}
+        """How GPUs are shared by memory, or were at the start if claims had some of it then."""
         self.update(gpus, {})
 
     @property
@@ -113,7 +115,10 @@ class Inventory:
         have been allocated, and removing a device from the slices would free its memory for others.
         """
         present = {gpu.uuid: gpu for gpu in gpus}
+        # NVML says what limits the memory of a GPU. One that does not answer must not hold the lock.
+        memory = {uuid: self._memory_of(gpu) for uuid, gpu in present.items() if self._gpus.get(uuid) != gpu}
         with self._lock:
+            self._memory |= memory
             self._apply_switched()
             missing = {uuid: faults.get(uuid, "NVML no longer finds it") for uuid in self._gpus if uuid not in present}
             changed = missing != self._faults or any(self._gpus.get(uuid) != gpu for uuid, gpu in present.items())
@@ -146,10 +151,10 @@ class Inventory:
             if self._gpus.get(uuid) is not gpu:
                 number, shares = self._numbers[uuid], self._sharing.shares_of(gpu)
                 held = self._held_shares.get(uuid, {})
-                shared = self._shared(gpu)
+                memory, shared = self._memory[uuid], self._shared(gpu)
                 self._by_gpu[uuid] = devices_of(gpu, number, shares, share_indices(shares, held), shared)
                 outdated = [share_device(gpu, number, index, of) for index, of in held.items() if of != shares]
-                if shared is None and (memory := self._sharing.memory_of(gpu, self._held_shared.get(uuid))) is not None:
+                if shared is None and memory is not None:
                     outdated.append(shared_device(gpu, number, memory))
                 self._outdated |= {device.name: device for device in outdated}
         self._gpus = gpus
@@ -160,9 +165,11 @@ class Inventory:
         }
 
     def _shared(self, gpu: Gpu) -> SharedMemory | None:
-        """How ``gpu`` is shared by memory: as at the start, if claims had some of it then."""
-        strategy = self._sharing.strategy_of(gpu)
-        return self._sharing.memory_of(gpu, strategy and self._held_shared.get(gpu.uuid, strategy))
+        return None if self._sharing.strategy_of(gpu) is None else self._memory[gpu.uuid]
+
+    def _memory_of(self, gpu: Gpu) -> SharedMemory | None:
+        """Calls NVML."""
+        return self._sharing.memory_of(gpu, self._held_shared.get(gpu.uuid, self._sharing.strategy_of(gpu)))
 
     def _renewed(self, held: Device) -> Device:
         """A held device with the current facts of its GPU; its name and memory slices never change."""

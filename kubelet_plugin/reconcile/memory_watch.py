@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from driver.errors import ApiError, RecoverableError
+from driver.errors import NOT_FOUND, ApiError, RecoverableError
 from driver.model.gpu import Gpu
 from driver.model.shared_memory import GIB, MemoryLimit
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
@@ -61,6 +61,7 @@ class MemoryWatch:
         self._claims, self._events, self._clock = claims, events, clock
         self._memory_used, self._report_above = memory_used, report_above
         self._read_at: dict[str, float] = {}
+        self._failed_at = float("-inf")
         self._above: frozenset[str] = frozenset()
         # The process before has reported what holds these.
         self._reported = {(record.uid, uuid) for record in stores.prepared() for uuid in record.gpu_uuids}
@@ -123,7 +124,9 @@ class MemoryWatch:
     def _note_later_pods(self, record: ClaimRecord) -> None:
         """Record the pods that use a claim now, if others than those that it was prepared for may do so."""
         now = self._clock()
-        if record.of_one_pod or now - self._read_at.get(record.uid, float("-inf")) < PODS_INTERVAL_SECONDS:
+        # A scan must not wait for an API server that does not answer once for each claim.
+        read_at = max(self._failed_at, self._read_at.get(record.uid, float("-inf")))
+        if record.of_one_pod or now - read_at < PODS_INTERVAL_SECONDS:
             return
         recorded = {other.uid for other in self._stores.checkpoint.records()}
         self._read_at = {uid: at for uid, at in self._read_at.items() if uid in recorded} | {record.uid: now}
@@ -131,13 +134,18 @@ class MemoryWatch:
             claim = self._claims.read(record.namespace, record.name, any_age=True)
         except ApiError as error:
             log.debug("the pods of a claim are unknown", extra={"claim": str(record), "error": str(error)})
+            if error.status != NOT_FOUND:
+                self._failed_at = now
             return
-        pods = tuple(sorted({*pods_of(claim), *record.pods}))
-        if claim.metadata.uid != record.uid or pods == record.pods:
+        if claim.metadata.uid != record.uid or pods_of(claim) == record.pods:
             return
         with self._stores.locks.hold([claim_key(record.uid), *record.gpu_uuids], f"noting the pods of claim {record}"):
             current = self._stores.checkpoint.get(record.uid)
-            if current is not None and not current.needs_release:
+            if current is None or current.needs_release:
+                return
+            # A pod that the claim is not reserved for any more has ended, unless it still has a cgroup.
+            pods = tuple(sorted({*pods_of(claim), *self._memory.running(current.pods)}))
+            if pods != current.pods:
                 self._stores.checkpoint.put(msgspec.structs.replace(current, pods=pods), durable=False)
 
     def _used(self, gpu: Gpu, records: Iterable[ClaimRecord]) -> Mapping[str, int | None]:

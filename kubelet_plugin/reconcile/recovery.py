@@ -18,6 +18,7 @@ from driver.errors import RecoverableError
 from driver.kube.work_loop import Loop
 from driver.model.gpu import Gpu
 from driver.model.gpu_events_and_conditions import ConditionType
+from driver.model.offer import DeviceKind
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.cleanup import ClaimCleanup
@@ -190,9 +191,15 @@ class ClaimReconciler:
         self._report(record.uid, ConditionType.LOST)
 
     def _report(self, uid: str, kind: ConditionType, record: ClaimRecord | None = None, why: str | None = None) -> None:
-        """Report a condition of the devices of ``record``; without a record, that the claim's condition has ended."""
+        """Report a condition of the devices of ``record``; without a record, that the claim's condition has ended.
+
+        What a claim has lost says nothing about a shared device, which other claims have, too.
+        """
         devices = self._reported.pop((uid, kind), ())
         if record is not None:
-            devices = self._reported[uid, kind] = tuple(entry.device for entry in record.devices)
+            concerned = (e for e in record.devices if kind is ConditionType.STUCK or e.kind is not DeviceKind.SHARED)
+            devices = self._reported[uid, kind] = tuple(entry.device for entry in concerned)
+        others = {name for (_, other), names in self._reported.items() if other is kind for name in names}
         for device in devices:
-            self._report_condition(device, kind, why)
+            if record is not None or device not in others:
+                self._report_condition(device, kind, why)

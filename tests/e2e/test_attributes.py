@@ -228,8 +228,8 @@ def test_a_selector_on_an_attribute_gets_a_device_that_has_it(
 
 def test_every_documented_attribute_and_capacity_is_selected_by() -> None:
     rows = re.findall(r"^\| `([^`]+)` \|", DOCS.read_text(), re.MULTILINE)
-    # A node without --shares has none; tests/e2e/test_classes.py selects by it.
-    assert {wish.attribute for wish in WISHES} | {"shares"} == set(rows)
+    # Nodes without --shares and --shared have none; test_classes.py and test_shared_gpus.py select by them.
+    assert {wish.attribute for wish in WISHES} | {"shares", "memoryLimit"} == set(rows)
 
 
 def test_hbm_only_is_refused_where_there_is_none(scheduling: Scheduling) -> None:

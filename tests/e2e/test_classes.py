@@ -520,7 +520,11 @@ def test_no_example_is_blocked_by_another_when_the_folder_is_applied(
 
 
 def test_the_examples_tried_here_are_all_there_are() -> None:
-    assert {file.stem for file in EXAMPLES.glob("*.yaml")} == DEVICES.keys() | {"extended-resource", "monitor"}
+    assert {file.stem for file in EXAMPLES.glob("*.yaml")} == DEVICES.keys() | {
+        "extended-resource",
+        "monitor",
+        "shared",
+    }
 
 
 @pytest.fixture

@@ -110,7 +110,9 @@ def told(cluster: Cluster, name: str) -> str:
 
 def test_a_gpu_is_shared_or_somebody_has_it_alone(cluster: Cluster, node: PluginProcess) -> None:
     skip_without(cluster, "shared counters")
-    share = asking(cluster, "share", "6Gi")
+    share = Scheduling(cluster, "share")
+    unlimited = 'device.attributes["gpu.tessera.dev"].memoryLimit == "none"'
+    share.ask(asked(SHARED, unlimited, memory="6Gi"))
     device = given(share).split("-shared")[0]
     whole = [Scheduling(cluster, f"whole-{number}") for number in range(4)]
     for scheduling in whole:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pynvml
 import pytest
 
-from driver.errors import StateError, UsageError
+from driver.errors import HardwareError, StateError, UsageError
+from driver.model.gpu_events_and_conditions import ConditionType
 from driver.model.gpu_settings import GpuSharing, parse_shared
 from driver.model.shared_memory import MemoryLimit
 from driver.simulator.state.gpu_load import SimulatedActivity, constant
@@ -19,9 +21,11 @@ from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.status.claim_status import device_statuses
 from kubelet_plugin.status.events import PluginEvents
 from kubelet_plugin.step_names import NodeStep, Observer
+from tests.support.care import Care
 from tests.support.claims import NODE, result
 from tests.support.memory_limits import GIB, description_with_limits, make_cgroup, read_limits
 from tests.support.node import EVERY_GPU_AS_FOUND, KeptEvents, NodeUnderTest, choosing, start_node
+from tests.support.nvml_client import enable_mig
 
 POD, OTHER, LATER = (f"{letter}f0c3c1e-93a5-4d6f-9f4e-1c0f1b1e6a77" for letter in "abc")
 UNLIMITED = pynvml.NVML_DEVICE_MEMORY_LIMIT_MAX
@@ -127,6 +131,15 @@ def test_a_claim_of_a_pod_without_a_cgroup_is_refused_and_leaves_nothing(node: N
     assert node.nothing_left()
 
 
+def test_a_pod_needs_no_other_pod_of_its_claim_to_start(node: NodeUnderTest) -> None:
+    claim = node.api.allocate("claim", part(6, "s1"), pods=(POD, "not-started"))
+    assert node.preparer.prepare(claim)
+    assert limit(node, POD) == 6
+    make_cgroup(node.simulated, "kubepods/burstable/podnot-started")
+    watch(node, KeptEvents()).handle_scan(node.node.inventory.gpus)
+    assert limit(node, "not-started") == 6
+
+
 def test_limits_that_a_reload_of_the_driver_has_lost_are_set_again(node: NodeUnderTest) -> None:
     claim = node.api.allocate("claim", part(6, "s1"), pods=(POD,))
     node.preparer.prepare(claim)
@@ -145,6 +158,39 @@ def test_a_restarted_plugin_knows_the_limits_of_the_claims_before(node: NodeUnde
     assert limit(again, POD) == 6
     again.preparer.unprepare(claim)
     assert limit(again, POD) is None
+
+
+def test_claims_are_released_where_an_administrator_has_ended_all_limits(node: NodeUnderTest) -> None:
+    claims = [node.api.allocate(name, part(6, name), pods=(POD,)) for name in ("first", "second")]
+    for claim in claims:
+        node.preparer.prepare(claim)
+    enable_mig(node.simulated.nvml)
+    for claim in claims:
+        node.preparer.unprepare(claim)
+    assert node.nothing_left()
+
+
+def test_a_claim_that_cant_be_released_keeps_new_claims_away_until_the_last_such_claim_is(
+    node: NodeUnderTest,
+) -> None:
+    care = Care(node)
+    claims = [node.api.allocate(name, part(6, name), pods=(pod,)) for name, pod in (("first", POD), ("second", OTHER))]
+    for claim in claims:
+        node.preparer.prepare(claim)
+    node.simulated.faults.fail("nvmlDeviceSetMemoryLimits_v1", code=pynvml.NVML_ERROR_UNKNOWN)
+    for claim in claims:
+        with pytest.raises(HardwareError, match="UNKNOWN"):
+            node.preparer.unprepare(claim)
+    care.look()
+    care.look(after_s=61)
+    assert care.troubles.keys() == {("gpu-0-shared", ConditionType.STUCK)}
+    shutil.rmtree(cgroup(node, POD))
+    node.preparer.unprepare(claims[0])
+    care.look(after_s=1)
+    assert care.troubles.keys() == {("gpu-0-shared", ConditionType.STUCK)}
+    shutil.rmtree(cgroup(node, OTHER))
+    care.look(after_s=11)
+    assert not care.troubles
 
 
 def test_a_pod_that_uses_a_claim_later_is_held_to_it_too_and_their_sum_is_watched(node: NodeUnderTest) -> None:
@@ -171,6 +217,27 @@ def test_a_pod_that_uses_a_claim_later_is_held_to_it_too_and_their_sum_is_watche
     assert node.api.reads == reads, "the API server is not asked at each scan"
     node.preparer.unprepare(claim)
     assert [limit(node, pod) for pod in (POD, LATER)] == [None, None]
+
+
+def test_pods_of_a_claim_that_have_ended_are_forgotten(node: NodeUnderTest) -> None:
+    claim = node.api.allocate("claim", part(6, "s1"), pods=(POD, OTHER))
+    node.preparer.prepare(claim)
+    node.api.allocate("claim", part(6, "s1"), pods=(LATER,))
+    shutil.rmtree(cgroup(node, OTHER))
+    watch(node, KeptEvents()).handle_scan(node.node.inventory.gpus)
+    [record] = node.node.checkpoint.records()
+    assert record.pods == (POD, LATER)
+    assert limit(node, LATER) == 6
+
+
+def test_a_scan_waits_once_for_an_api_server_that_does_not_answer(node: NodeUnderTest) -> None:
+    for name in ("first", "second", "third"):
+        node.preparer.prepare(node.api.allocate(name, part(6, name), pods=(POD,)))
+    watching, reads = watch(node, KeptEvents()), node.api.reads
+    node.api.away = True
+    for _ in range(2):
+        watching.handle_scan(node.node.inventory.gpus)
+    assert node.api.reads == reads + 1
 
 
 @pytest.mark.parametrize(

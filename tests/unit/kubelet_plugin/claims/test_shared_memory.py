@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from driver.errors import ClaimError
+from driver.model.gpu import Gpu, MigMode
 from driver.model.gpu_settings import GpuSharing, parse_shared
 from driver.model.offer import SHARED as SHARED_KIND
 from driver.model.offer import DeviceKind, Offer, Spot
 from driver.model.plan import OfferMode
-from driver.model.shared_memory import GIB, SharedMemory, SharingStrategy
+from driver.model.shared_memory import GIB, MemoryLimit, SharedMemory, SharingStrategy
 from driver.slices.build import CLOSED, SliceBuilder
-from kubelet_plugin.inventory.inventory import ClaimReference
+from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.inventory.published_devices import PublishPolicy
 from kubelet_plugin.status.claim_status import apply_body, device_statuses
 from tests.support.claims import DRIVER, result
@@ -66,6 +69,29 @@ def test_claims_share_a_gpu_until_its_memory_is_given_out(node: NodeUnderTest) -
     for claim in (large, third):
         node.preparer.unprepare(claim)
     assert node.nothing_left()
+
+
+def test_nobody_waits_while_the_driver_is_asked_what_limits_memory(tmp_path: Path) -> None:
+    """The driver may never answer."""
+    waiting: list[bool] = []
+    inventories: list[Inventory] = []
+
+    def limit(gpu: Gpu, _: SharingStrategy) -> MemoryLimit:
+        for inventory in inventories:
+            other = threading.Thread(target=inventory.held_on, args=[gpu], daemon=True)
+            other.start()
+            other.join(1)
+            waiting.append(other.is_alive())
+        return MemoryLimit.CGROUP
+
+    node = start_node(tmp_path, sharing=IN_TURNS.limited_by(limit))
+    inventory, gpu = node.node.inventory, node.node.inventory.gpus[0]
+    inventories.append(inventory)
+    inventory.states()
+    inventory.update([replace(gpu, driver_version="616.0.0"), *inventory.gpus[1:]], {})
+    inventory.set_mig_mode(gpu, MigMode.ENABLED)
+    assert inventory.published()
+    assert waiting == [False]
 
 
 def test_two_parts_of_one_gpu_are_two_devices_of_a_claim(node: NodeUnderTest) -> None:

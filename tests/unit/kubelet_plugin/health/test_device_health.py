@@ -13,6 +13,7 @@ import pytest
 from driver.clock import written_time
 from driver.hardware.host import TimeoutRunner
 from driver.model.gpu_events_and_conditions import ConditionType, EventKind, GpuEvent
+from driver.model.gpu_settings import GpuSharing, parse_shared
 from driver.model.plan import ClearedFaults, PlanSpec
 from driver.model.reported_gpus import FaultKind
 from driver.model.xid import XIDS, Meaning, is_fatal
@@ -312,6 +313,13 @@ class TestNotes:
         ill.health.set_condition(SMALL, ConditionType.STUCK, None)
         assert ill.taints() == {}
         assert [reason for reason, _ in ill.told] == ["GpuUnhealthy", "GpuHealthy"]
+
+    def test_a_claim_that_cant_be_released_makes_no_other_claim_of_a_shared_gpu_unhealthy(self, tmp_path: Path) -> None:
+        in_turns = GpuSharing(lambda _: 0, strategy_of=parse_shared("0=time-slicing").of)
+        ill = HealthUnderTest(start_node(tmp_path, gpus="h100-1", sharing=in_turns))
+        ill.health.set_condition("gpu-0-shared", ConditionType.STUCK, "default/other can't be released")
+        assert ill.taints() == {"gpu-0-shared": "stuck"}
+        assert ill.health.reason_for_holders(ill.device("gpu-0-shared")) is None
 
     def test_saying_the_same_twice_changes_nothing(self, ill: HealthUnderTest) -> None:
         ill.health.set_condition(SMALL, ConditionType.LOST, "gone")
