@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from driver.errors import ClaimError
+from driver.model.device import number_gpus
 from driver.model.gpu import Gpu, MigMode
 from driver.model.gpu_settings import GpuSharing, parse_shared
 from driver.model.offer import SHARED as SHARED_KIND
@@ -84,11 +85,12 @@ def test_nobody_waits_while_the_driver_is_asked_what_limits_memory(tmp_path: Pat
             waiting.append(other.is_alive())
         return MemoryLimit.CGROUP
 
-    node = start_node(tmp_path, sharing=IN_TURNS.limited_by(limit))
-    inventory, gpu = node.node.inventory, node.node.inventory.gpus[0]
+    gpu, *others = start_node(tmp_path, sharing=IN_TURNS).node.inventory.gpus
+    inventory = Inventory([gpu, *others], number_gpus([gpu, *others], {}), IN_TURNS.limited_by(limit))
+    inventory.set_reserved({})
     inventories.append(inventory)
     inventory.states()
-    inventory.update([replace(gpu, driver_version="616.0.0"), *inventory.gpus[1:]], {})
+    inventory.update([replace(gpu, driver_version="616.0.0"), *others], {})
     inventory.set_mig_mode(gpu, MigMode.ENABLED)
     assert inventory.published()
     assert waiting == [False]
