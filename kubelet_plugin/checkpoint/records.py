@@ -148,7 +148,7 @@ class ClaimRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
     was called, and something may be left to release. ``monitors`` are the claim's monitor devices: it holds nothing of
     their GPUs. Earlier versions skip the field. ``adopted``: NVIDIA's DRA driver prepared the claim, so pool, names and
     CDI spec of its devices are not ours (``coexistence.adopted_claims``). ``pods``: UIDs of the pods that use it, if
-    it shares a GPU by memory; ``of_one_pod``: no other pod can use it.
+    it shares a GPU by memory; ``of_one_pod``: it says that no other pod uses it.
     """
 
     version: int

@@ -50,7 +50,8 @@ class AllocatedDevice:
 class ResolvedClaim(NamedTuple):
     """The devices that a claim gets, and its monitor devices, which hold nothing of their GPUs.
 
-    ``pods``: the UIDs of the pods that use it, if it shares a GPU by memory; ``of_one_pod``: it was made for one pod.
+    ``pods``: the UIDs of the pods that use it, if it shares a GPU by memory; ``of_one_pod``: it says that it was made
+    for one pod.
     """
 
     devices: Sequence[AllocatedDevice]

@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 PODS_INTERVAL_SECONDS = 60.0
 """How often the pods are read that use a claim which several can use: the kubelet does not report later ones."""
 
+OWNED_PODS_INTERVAL_SECONDS = 600.0
+"""The same for a claim that says it was made for one pod: a tenant writes that, too."""
+
 WAY_OUT = {
     MemoryLimit.CGROUP: "use a ResourceClaimTemplate, so that each pod has a claim of its own",
     MemoryLimit.MPS: "run fewer programs in its pods, or request more memory",
@@ -124,9 +127,12 @@ class MemoryWatch:
     def _note_later_pods(self, record: ClaimRecord) -> None:
         """Record the pods that use a claim now, if others than those that it was prepared for may do so."""
         now = self._clock()
+        never, interval = float("-inf"), PODS_INTERVAL_SECONDS
+        if record.of_one_pod:
+            never, interval = now, OWNED_PODS_INTERVAL_SECONDS
         # A scan must not wait for an API server that does not answer once for each claim.
-        read_at = max(self._failed_at, self._read_at.get(record.uid, float("-inf")))
-        if record.of_one_pod or now - read_at < PODS_INTERVAL_SECONDS:
+        read_at = max(self._failed_at, self._read_at.setdefault(record.uid, never))
+        if now - read_at < interval:
             return
         recorded = {other.uid for other in self._stores.checkpoint.records()}
         self._read_at = {uid: at for uid, at in self._read_at.items() if uid in recorded} | {record.uid: now}

@@ -7,16 +7,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pynvml
 import pytest
 
 from driver.errors import HardwareError, StateError, UsageError
+from driver.kube.types import OwnerReference
 from driver.model.gpu_events_and_conditions import ConditionType
 from driver.model.gpu_settings import GpuSharing, parse_shared
 from driver.model.shared_memory import MemoryLimit
 from driver.simulator.state.gpu_load import SimulatedActivity, constant
 from driver.step_observer import Moment, unobserved
-from kubelet_plugin.reconcile.memory_watch import PODS_INTERVAL_SECONDS, MemoryWatch
+from kubelet_plugin.inventory.inventory import ClaimReference
+from kubelet_plugin.reconcile.memory_watch import OWNED_PODS_INTERVAL_SECONDS, PODS_INTERVAL_SECONDS, MemoryWatch
 from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.status.claim_status import device_statuses
 from kubelet_plugin.status.events import PluginEvents
@@ -238,6 +241,32 @@ def test_a_scan_waits_once_for_an_api_server_that_does_not_answer(node: NodeUnde
     for _ in range(2):
         watching.handle_scan(node.node.inventory.gpus)
     assert node.api.reads == reads + 1
+
+
+def test_a_claim_that_says_it_is_of_one_pod_is_believed_for_ten_minutes_only(node: NodeUnderTest) -> None:
+    """Anybody who may create a claim may write its owners."""
+    owned(node, node.api.allocate("claim", part(6, "s1"), pods=(POD,)))
+    claim = node.api.claims["default", "claim"]
+    node.preparer.prepare(ClaimReference("default", "claim", claim.metadata.uid))
+    owned(node, node.api.allocate("claim", part(6, "s1"), pods=(POD, LATER)))
+    now = [0.0]
+    watching = watch(node, KeptEvents(), clock=lambda: now[0])
+    reads = node.api.reads
+    watching.handle_scan(node.node.inventory.gpus)
+    now[0] = OWNED_PODS_INTERVAL_SECONDS - 1
+    watching.handle_scan(node.node.inventory.gpus)
+    assert node.api.reads == reads, "claims of one pod are the usual ones"
+    now[0] = OWNED_PODS_INTERVAL_SECONDS
+    watching.handle_scan(node.node.inventory.gpus)
+    assert [limit(node, pod) for pod in (POD, LATER)] == [6, 6]
+
+
+def owned(node: NodeUnderTest, claim: ClaimReference) -> None:
+    """Write a pod as the controller of the claim."""
+    known = node.api.claims[claim.namespace, claim.name]
+    owner = OwnerReference("Pod", "pod", controller=True, uid=POD)
+    metadata = msgspec.structs.replace(known.metadata, owner_references=(owner,))
+    node.api.claims[claim.namespace, claim.name] = msgspec.structs.replace(known, metadata=metadata)
 
 
 @pytest.mark.parametrize(
