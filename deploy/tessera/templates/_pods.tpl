@@ -126,7 +126,7 @@ affinity:
 {{- if hasPrefix "--shared=" . }}{{ $texts = append $texts . }}{{ end }}
 {{- end }}
 {{- range .Values.nodeConfigs }}
-{{- $texts = append $texts (.settings.shared | default "") }}
+{{- $texts = append $texts ((.settings | default dict).shared | default "") }}
 {{- end }}
 {{- if and .Values.nodePlugin.enabled (regexMatch "=\\s*mps\\s*(,|$)" (join "," $texts)) }}true{{ end -}}
 {{- end -}}

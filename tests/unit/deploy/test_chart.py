@@ -173,6 +173,10 @@ VALUE_SETS: dict[str, tuple[Values, Counter[str]]] = {
         {"gpus": "sim:dgx-h100", "nodePlugin": {"extraArgs": ["--shared=all=mps"]}},
         EVERYTHING + Counter(["DaemonSet"]),
     ),
+    "GPUs of some nodes shared by MPS": (
+        {"nodeConfigs": [{"name": "plain"}, {"name": "shared", "settings": {"shared": "0=mps"}}]},
+        EVERYTHING + Counter(["ConfigMap", "DaemonSet"]),
+    ),
     "GPUs shared without MPS": ({"nodePlugin": {"extraArgs": ["--shared=all=time-slicing"]}}, EVERYTHING),
     "everything said of a node plugin": ({"excludeGpus": [0, "0000:17:00.0"], **ELABORATE}, EVERYTHING),
 }

@@ -185,6 +185,7 @@ def test_without_an_mps_pod_a_claim_is_refused_and_a_release_does_not_wait(
     assert nothing_left(process, node)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_kill_while_mps_is_set_or_taken_back_is_healed_by_the_kubelets_retry(
     process: MpsProcess, moment: Moment
