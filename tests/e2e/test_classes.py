@@ -594,7 +594,7 @@ def limited(cluster: Cluster, quotas: Sequence[dict[str, Any]]) -> Iterator[None
 
 def said_to(cluster: Cluster, name: str, count: int) -> str:
     constraints = {DEV: [DIFFERENT_GPUS], NVLINK: [{"matchAttribute": f"{DRIVER}/nvlinkClique"}]}.get(name, [])
-    request = asked(name, count=count)
+    request = asked(name, count=count, memory="1Gi" if name == SHARED else None)
     request["exactly"]["adminAccess"] = name == MONITOR
     return refusal(cluster, request, constraints=constraints)
 
