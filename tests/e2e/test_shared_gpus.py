@@ -108,8 +108,19 @@ def told(cluster: Cluster, name: str) -> str:
     )
 
 
-def test_a_gpu_is_shared_or_somebody_has_it_alone(cluster: Cluster, node: PluginProcess) -> None:
-    skip_without(cluster, "shared counters")
+@pytest.fixture
+def uncontrolled() -> Iterator[Cluster]:
+    """Such a node whose offers no controller has ever planned: it would follow the last plan for a while."""
+    with control_plane("shared-alone") as cluster:
+        install(cluster)
+        skip_without(cluster, "shared counters")
+        with plugins(cluster, ["n1"], PluginFlags(gpus="sim:h100-pcie-4", shared="all=time-slicing")) as [found]:
+            wait_for(lambda: "gpu-3-shared" in found.devices(), SOON_S, "shared devices published")
+            yield cluster
+
+
+def test_a_gpu_is_shared_or_somebody_has_it_alone(uncontrolled: Cluster) -> None:
+    cluster = uncontrolled
     share = Scheduling(cluster, "share")
     unlimited = 'device.attributes["gpu.tessera.dev"].memoryLimit == "none"'
     share.ask(asked(SHARED, unlimited, memory="6Gi"))
