@@ -15,7 +15,7 @@ from driver.model.gpu import Gpu
 from driver.model.shared_memory import GIB, MemoryLimit, SharingStrategy
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, DeviceRecord
 from kubelet_plugin.claims.compute_modes import ComputeModes
-from kubelet_plugin.claims.memory_limits import PodMemory, PodMemoryLimits, PodShare, memory_by_pod
+from kubelet_plugin.claims.memory_limits import PodMemory, PodMemoryLimits, memory_by_pod
 from kubelet_plugin.claims.mps_shares import MpsShares
 from kubelet_plugin.claims.time_slices import TimeSlices
 from kubelet_plugin.mps.client import MpsAccess, MpsClient
@@ -65,7 +65,7 @@ class ClaimMemory:
         """Hold the pods of ``record`` to what they have of ``gpu`` without it. Raises HardwareError, StateError."""
         if not is_limited(gpu, record):
             return
-        others = memory_by_pod(self._shares(other for other in self._records(record.uid))).get(gpu.uuid, {})
+        others = memory_by_pod(gpu.uuid, self._records(record.uid))
         try:
             self._limits.check(gpu, {pod: others[pod] for pod in record.pods if pod in others})
             self._limits.lift(gpu, [pod for pod in record.pods if pod not in others])
@@ -109,20 +109,10 @@ class ClaimMemory:
     def of_pods(self, gpu: Gpu, record: ClaimRecord | None = None) -> PodMemory:
         """Bytes of ``gpu`` that each pod may use, with ``record`` as it is and not as it is stored."""
         records = self._records(record.uid if record else "")
-        return memory_by_pod(self._shares([*records, *([record] if record else [])])).get(gpu.uuid, {})
+        return memory_by_pod(gpu.uuid, [*records, record] if record else records)
 
     def _records(self, without: str) -> list[ClaimRecord]:
         return [r for r in self._checkpoint.records() if r.uid != without and not r.releasing]
-
-    @staticmethod
-    def _shares(records: Iterable[ClaimRecord]) -> Iterable[PodShare]:
-        return (
-            PodShare(entry.gpu_uuid, pod, entry.gib * GIB)
-            for record in records
-            for entry in record.devices
-            if entry.limit is MemoryLimit.CGROUP
-            for pod in record.pods
-        )
 
 
 def is_limited(gpu: Gpu, record: ClaimRecord) -> bool:

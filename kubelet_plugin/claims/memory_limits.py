@@ -5,37 +5,32 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from driver.errors import HardwareError, RecoverableError, StateError
 from driver.hardware.cgroups.memory_limits import CgroupMemoryLimits
 from driver.hardware.cgroups.pod_cgroups import CGROUPS, PodCgroups
 from driver.model.gpu import Gpu
+from driver.model.shared_memory import GIB, MemoryLimit
+from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.step_names import NodeStep, StepRunner
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PodShare:
-    """What one allocated device gives one pod: ``memory`` bytes of a GPU."""
-
-    gpu_uuid: str
-    pod_uid: str
-    memory: int
 
 
 PodMemory = Mapping[str, int]
 """Bytes of one GPU that each pod may use, by the pod's UID."""
 
 
-def memory_by_pod(shares: Iterable[PodShare]) -> dict[str, dict[str, int]]:
-    """The bytes that each pod may use of each GPU, by UUID of the GPU: the sum over all claims of the pod."""
-    sums: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    for share in shares:
-        sums[share.gpu_uuid][share.pod_uid] += share.memory
-    return {gpu_uuid: dict(pods) for gpu_uuid, pods in sums.items()}
+def memory_by_pod(gpu_uuid: str, records: Iterable[ClaimRecord]) -> dict[str, int]:
+    """The bytes of a GPU that each pod may use by the limit on its cgroup: the sum over all its claims."""
+    sums: dict[str, int] = defaultdict(int)
+    for record in records:
+        for entry in record.devices:
+            if entry.gpu_uuid == gpu_uuid and entry.limit is MemoryLimit.CGROUP:
+                for pod in record.pods:
+                    sums[pod] += entry.gib * GIB
+    return dict(sums)
 
 
 class PodMemoryLimits:

@@ -165,6 +165,7 @@ class Inventory:
         }
 
     def _shared(self, gpu: Gpu) -> SharedMemory | None:
+        """How claims share ``gpu`` by memory from now on, as NVML said when it was found; None: they do not."""
         return None if self._sharing.strategy_of(gpu) is None else self._memory[gpu.uuid]
 
     def _memory_of(self, gpu: Gpu) -> SharedMemory | None:
@@ -347,10 +348,7 @@ class Inventory:
         for condition in self._conditions.get(gpu.uuid, ()):
             taken |= condition.slices or 0  # they may not be allocated
         number, shares = self._numbers[gpu.uuid], self._sharing.shares_of(gpu)
-        # Whether its memory can be limited was asked when the GPU was found: not here, where a GPU that hangs would
-        # hang all claims.
-        shared = next((device.shared for device in self._by_gpu[gpu.uuid] if device.shared), None)
-        report = GpuReport(gpu, number, shares, gpu in self._sharing.only, taken, shared=shared)
+        report = GpuReport(gpu, number, shares, gpu in self._sharing.only, taken, shared=self._shared(gpu))
         if gpu.uuid in self._faults:
             return replace(report, fault=self._faults[gpu.uuid], fault_kind=FaultKind.UNAVAILABLE)
         if reason := self._all_adopted().get(gpu.uuid):

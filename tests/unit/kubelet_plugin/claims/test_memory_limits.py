@@ -12,9 +12,13 @@ from driver.hardware.cgroups.pod_cgroups import PodCgroups
 from driver.hardware.host import Host
 from driver.hardware.host_paths import HostPaths
 from driver.model.gpu import Gpu
+from driver.model.offer import DeviceKind
+from driver.model.shared_memory import MemoryLimit
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.gpu_load import SimulatedActivity, constant
-from kubelet_plugin.claims.memory_limits import PodMemoryLimits, PodShare, memory_by_pod
+from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
+from kubelet_plugin.claims.memory_limits import PodMemoryLimits, memory_by_pod
+from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.step_names import NodeStep, StepRunner
 from tests.support.memory_limits import GIB, enable_below, machine_cgroup, make_cgroup, node_with_limits, read_limits
 
@@ -44,15 +48,24 @@ def allocate(node: SimulatedNode, gpu: Gpu, cgroup: Path, gib: int) -> None:
     node.put_load(gpu.uuid, constant(SimulatedActivity(), gib * GIB), cgroup=cgroup)
 
 
+def claim(name: str, pod: str, *parts: tuple[str, int]) -> ClaimRecord:
+    """The record of a claim that has, of each GPU of ``parts``, that many GiB."""
+    devices = tuple(
+        DeviceRecord(("r",), "pool", "gpu-0-shared", 0, gpu, DeviceKind.SHARED, gib=gib, limit=MemoryLimit.CGROUP)
+        for gpu, gib in parts
+    )
+    return ClaimRecord.of(ClaimReference("default", name, name), "prepared", devices, "", pods=(pod,))
+
+
 def test_a_pod_may_use_the_sum_of_its_claims_on_each_gpu() -> None:
-    shares = [
-        PodShare("GPU-a", POD, 6 * GIB),
-        PodShare("GPU-a", POD, 2 * GIB),
-        PodShare("GPU-a", OTHER, 2 * GIB),
-        PodShare("GPU-b", POD, 4 * GIB),
+    records = [
+        claim("first", POD, ("GPU-a", 6), ("GPU-b", 4)),
+        claim("second", POD, ("GPU-a", 2)),
+        claim("third", OTHER, ("GPU-a", 2)),
     ]
-    assert memory_by_pod(shares) == {"GPU-a": {POD: 8 * GIB, OTHER: 2 * GIB}, "GPU-b": {POD: 4 * GIB}}
-    assert memory_by_pod([]) == {}
+    by_gpu = {gpu: memory_by_pod(gpu, records) for gpu in ("GPU-a", "GPU-b")}
+    assert by_gpu == {"GPU-a": {POD: 8 * GIB, OTHER: 2 * GIB}, "GPU-b": {POD: 4 * GIB}}
+    assert memory_by_pod("GPU-a", []) == {}
 
 
 def test_pods_are_held_to_their_memory_and_are_free_again_once_it_is_lifted(
