@@ -10,6 +10,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,9 @@ class Kubeconfig(msgspec.Struct, frozen=True, omit_defaults=True):
     namespace: str = DEFAULT_NAMESPACE
 
 
+_official_client = threading.Lock()
+"""Held while it reads: it gives a second thread the name of a certificate's file that it has still to write."""
+
 _Answer = tuple[Kubeconfig | str, list[str]]
 """What the program writes: the kubeconfig or why it can't be used, and what the official client logged."""
 
@@ -64,7 +68,8 @@ def read_kubeconfig(path: Path | None) -> Kubeconfig:
     from kubernetes.config import ConfigException
 
     try:
-        return _read(path)
+        with _official_client:
+            return _read(path)
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         raise KubeconfigError(f"{error.strerror or error}{where}") from error

@@ -7,12 +7,14 @@ import ssl
 import subprocess
 import sys
 import tempfile
+import threading
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import yaml
+from kubernetes.config import kube_config
 
 from driver.errors import ApiError, EnvironmentFault
 from driver.http_client import Connections
@@ -26,7 +28,7 @@ from driver.kube.credentials import (
     KubeconfigToken,
     load_configuration,
 )
-from driver.kube.kubeconfig import Kubeconfig, read_kubeconfig_in_own_process
+from driver.kube.kubeconfig import Kubeconfig, read_kubeconfig, read_kubeconfig_in_own_process
 from tests.harness.certs import Authority
 from tests.support.api_server import Exchange, HttpServer
 from tests.support.clock import FakeClock
@@ -224,6 +226,29 @@ def test_secrets_of_a_kubeconfig_are_neither_arguments_of_a_process_nor_left_in_
     assert command[-1] == str(path)
     assert "of-mine" not in " ".join(command)
     assert not list(folder.iterdir())
+
+
+def test_threads_that_read_kubeconfigs_at_the_same_time_get_whole_certificates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = kubeconfig(tmp_path, Authority(tmp_path / "ca").pair.certificate, {"token": "of-mine"})
+    read: list[Kubeconfig] = []
+    others: list[threading.Thread] = []
+
+    def open_late(file: str, mode: str = "r") -> IO[Any]:
+        """While the official client is about to write a certificate, another thread reads, unless it has to wait."""
+        if mode == "wb" and not others:
+            others.append(threading.Thread(target=lambda: read.append(read_kubeconfig(path))))
+            others[0].start()
+            others[0].join(0.5)
+        return Path(file).open(mode)
+
+    monkeypatch.setattr(kube_config, "open", open_late, raising=False)
+    read.append(read_kubeconfig(path))
+    [other] = others
+    other.join(20)
+    assert len(read) == 2
+    assert read[0] == read[1]
 
 
 @IN_BOTH_PROCESSES
