@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,13 +147,10 @@ class GpuSettingsOfClaims:
         self.memory.apply(gpu, record)
         return self.mps.apply(gpu, record)
 
-    def release(self, gpu: Gpu, record: ClaimRecord) -> None:
-        """Set ``gpu`` as it is without ``record``. Raises HardwareError, StateError once all was tried."""
-        failures: list[RecoverableError] = []
-        for release in (self.mps.release, self.memory.release, self.time_slices.release):
-            try:
-                release(gpu, record)
-            except RecoverableError as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
+    @property
+    def releases(self) -> Sequence[Callable[[Gpu, ClaimRecord], None]]:
+        """What sets a GPU as it is without a claim: to be called in this order, each even if another fails.
+
+        They raise HardwareError, StateError.
+        """
+        return self.mps.release, self.memory.release, self.time_slices.release

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -175,7 +176,8 @@ class ClaimCleanup:
 
     def _undo(self, record: ClaimRecord) -> None:
         work = [partial(self._remove_spec, record)]
-        work += [partial(self._restore_settings, record, uuid) for uuid in sorted(record.gpu_uuids)]
+        gpus = sorted(record.gpu_uuids)
+        work += [partial(self._restore, release, record, uuid) for uuid in gpus for release in self._settings.releases]
         work += [partial(self._remove_partition, record, device) for device in record.devices]
         failures: list[RecoverableError] = []
         for undo in work:
@@ -198,11 +200,11 @@ class ClaimCleanup:
             else:
                 self._stores.cdi.remove_adopted(record.uid)
 
-    def _restore_settings(self, record: ClaimRecord, uuid: str) -> None:
+    def _restore(self, release: Callable[[Gpu, ClaimRecord], None], record: ClaimRecord, uuid: str) -> None:
         gpu = self._stores.inventory.gpu(uuid)
         # A GPU that does not answer has lost its settings or accepts no others: the release does not wait for it.
         if gpu is not None and self._stores.inventory.fault(gpu) is None:
-            self._settings.release(gpu, record)
+            release(gpu, record)
 
     def _remove_partition(self, record: ClaimRecord, device: DeviceRecord) -> None:
         if device.kind is not DeviceKind.PARTITION or device.preexisting:
