@@ -201,6 +201,10 @@ class ClaimRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
     def requested_time_slice(self, gpu_uuid: str) -> TimeSlice:
         return time_slice_in_force(device.time_slice for device in self.devices if device.gpu_uuid == gpu_uuid)
 
+    def shared_gib(self, gpu_uuid: str) -> int:
+        """The GiB that it has of a GPU which claims share by memory; 0: none."""
+        return sum(device.gib for device in self.devices if device.gpu_uuid == gpu_uuid)
+
     @property
     def names(self) -> set[str]:
         """The names of all its devices; of a shared one the device's."""

@@ -213,14 +213,14 @@ class NvmlEventListener:
     """Passes every NVML event to each of ``followers``, in a thread of its own."""
 
     def __init__(self, host: Host, *followers: NvmlEventFollower) -> None:
-        self.host = host
+        self._host = host
         self._followers = followers
 
     def run(self, stop: threading.Event) -> None:
         """Receive events until ``stop`` is set."""
         while not stop.is_set():
             try:
-                event = self.host.wait_for_event(EVENT_TIMEOUT_SECONDS)
+                event = self._host.wait_for_event(EVENT_TIMEOUT_SECONDS)
             except Exception:
                 if stop.is_set():  # the hardware may be closed by then
                     return

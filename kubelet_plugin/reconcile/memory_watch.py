@@ -77,7 +77,7 @@ class MemoryWatch:
         for gpu in answering:
             if self._mps.may_have_daemon(gpu):
                 self._check_mps(gpu)
-            records = [record for record in prepared if _part(gpu, record)]
+            records = [record for record in prepared if record.shared_gib(gpu.uuid)]
             if not records:
                 continue
             try:
@@ -98,7 +98,7 @@ class MemoryWatch:
         if (record.uid, gpu.uuid) in self._reported:
             return
         limit = _limit(gpu, record)
-        message = f"{_part(gpu, record)} GiB of GPU {gpu.uuid} are allocated to it: {HELD_BY[limit]}"
+        message = f"{record.shared_gib(gpu.uuid)} GiB of GPU {gpu.uuid} are allocated to it: {HELD_BY[limit]}"
         reason = EventReason.MEMORY_LIMITED
         if limit is MemoryLimit.NONE:
             reason = EventReason.MEMORY_NOT_LIMITED
@@ -173,13 +173,13 @@ class MemoryWatch:
     def _claims_above(self, gpu: Gpu, records: Iterable[ClaimRecord], used: Mapping[str, int | None]) -> Iterable[str]:
         """The claims whose pods use more of ``gpu`` together than they may; those that are new get an Event."""
         for record in records:
-            uses, gib = used[record.uid], _part(gpu, record)
+            uses, gib = used[record.uid], record.shared_gib(gpu.uuid)
             if uses is None and record.uid in self._above:
                 yield record.uid
             if uses is None or uses <= gib * GIB:
                 continue
             others = [other for other in records if not set(other.pods).isdisjoint(record.pods)]
-            if uses <= sum(_part(gpu, other) for other in others) * GIB:
+            if uses <= sum(other.shared_gib(gpu.uuid) for other in others) * GIB:
                 continue
             if record.uid not in self._above:
                 limit = _limit(gpu, record)
@@ -190,11 +190,6 @@ class MemoryWatch:
                 )
                 self._events.claim(record.reference, EventReason.ABOVE_MEMORY, message)
             yield record.uid
-
-
-def _part(gpu: Gpu, record: ClaimRecord) -> int:
-    """The GiB that a claim has of ``gpu``, which is shared by memory; 0: none."""
-    return sum(entry.gib for entry in record.devices if entry.gpu_uuid == gpu.uuid)
 
 
 def _limit(gpu: Gpu, record: ClaimRecord) -> MemoryLimit:

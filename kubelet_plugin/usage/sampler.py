@@ -223,7 +223,7 @@ class UsageSampler:
                 devices[key] = replace(usage, reading=None)
                 continue
             if usage.device.kind in (DeviceKind.SHARE, DeviceKind.SHARED):
-                gib = sum(entry.gib for entry in usage.record.devices if entry.gpu_uuid == uuid)
+                gib = usage.record.shared_gib(uuid)
                 reading = reading_of_share(reading, usage.labels, self._claims.pod_of_process, gib)
             devices[key] = usage.measured(reading, now)
 
