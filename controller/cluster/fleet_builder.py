@@ -46,7 +46,7 @@ class FleetBuilder:
         old = [self._built[view.name] for view in changes.views]
         new = [self._node(view, before) for view, before in zip(changes.views, old, strict=True)]
         self._built |= {built.view.name: built for built in new}
-        if not self._distinct or not all(map(_same_hardware, old, new)):
+        if not self._distinct or list(map(_hardware, old)) != list(map(_hardware, new)):
             return self._rebuild(views)
         pairs = ((was.gpus, now.gpus) for was, now in zip(old, new, strict=True))
         entries = [now for gpus in pairs for was, now in zip(*gpus, strict=True) if was is not now]
@@ -81,9 +81,8 @@ def _of_gpus(node: NodeView) -> tuple[object, ...]:
     return (status.inventory, status.dropped, node.unable, node.dedication, node.why_no_offers)
 
 
-def _same_hardware(before: BuiltNode, after: BuiltNode) -> bool:
-    facts = ([(entry.gpu, entry.shares, entry.shared) for entry in built.gpus] for built in (before, after))
-    return next(facts) == next(facts)
+def _hardware(built: BuiltNode) -> list[tuple[object, ...]]:
+    return [(entry.gpu, entry.shares, entry.shared) for entry in built.gpus]
 
 
 def _empty(node: NodeView, before: BuiltNode | None) -> tuple[FleetGpu, ...]:

@@ -23,6 +23,7 @@ from driver.model.gpu import Gpu, MigMode, Partition
 from driver.model.gpu_events_and_conditions import EventKind
 from driver.model.gpu_settings import TimeSlice
 from driver.model.offer import DeviceKind
+from driver.model.shared_memory import GIB
 from driver.model.usage import UsageTarget
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
 from kubelet_plugin.checkpoint.records import ClaimRecord
@@ -33,7 +34,7 @@ LISTED_FAILURES = 3
 """Most failures of one step that its message describes; the others are counted."""
 
 
-TRIED_LIMIT = 1 << 30
+TRIED_LIMIT = GIB
 """Bytes: claims have whole GiB, too."""
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from driver.errors import StateError
 from driver.hardware.device_nodes import DeviceNode
+from driver.hardware.gpu_properties import MIB
 from kubelet_plugin.cdi.driver_files import CUDA, DriverFiles
 from kubelet_plugin.mps.client import MpsAccess
 
@@ -23,7 +24,6 @@ MOUNT_OPTIONS = ["ro", "nosuid", "nodev", "rbind", "rprivate"]
 DEVICE_BYTES = 2048
 """Bytes reserved per device of a claim: its name, variables and device nodes take about 1.5 KiB."""
 
-MIB = 1 << 20
 MEMORY_REQUEST, MEMORY_LIMIT = "NVIDIA_GPU_MEMORY_REQUEST", "NVIDIA_GPU_MEMORY_LIMIT"
 """Variables that the hook reads as soft and hard limit. The last value counts, and specs come after the pod's."""
 

@@ -15,6 +15,7 @@ from driver.kube.client import KubeClient
 from driver.kube.get_and_list import read_object
 from driver.kube.types import PodDetails, Terminated
 from driver.model.gpu import Gpu
+from driver.model.shared_memory import GIB
 from driver.model.usage import UsageReading
 from kubelet_plugin.checkpoint.records import DeviceRecord
 from kubelet_plugin.inventory.inventory import Inventory
@@ -31,9 +32,6 @@ POD_CHECK_INTERVAL_SECONDS = 2.0
 
 LARGER = 3
 """Number of larger profiles that an Event names."""
-
-GIB = 1 << 30
-
 
 POD_DECODER = msgspec.json.Decoder(PodDetails)
 
