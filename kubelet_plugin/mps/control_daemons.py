@@ -11,11 +11,11 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from driver.clock import wait_until
 from kubelet_plugin.mps.control_tool import ControlError, ControlTool
 from kubelet_plugin.mps.protocol import (
     CLIENT,
@@ -79,7 +79,7 @@ class ControlDaemons:
         gpu = str(request["gpu"])
         if not gpu.startswith("GPU-") or not gpu.replace("-", "").isalnum():
             raise ControlError(f"gpu: {gpu!r} is no UUID of a GPU")
-        with self._locks.setdefault(gpu_directory(self._base, gpu), threading.Lock()):
+        with self._lock(gpu_directory(self._base, gpu)):
             return handlers[name](request)
 
     def states(self, gpu: str = "") -> list[DaemonState]:
@@ -91,7 +91,7 @@ class ControlDaemons:
         for name in sorted(os.listdir(self._base)):  # noqa: PTH208
             record = _read(f"{self._base}/{name}")
             if record is not None and gpu in ("", record.gpu):
-                with self._locks.setdefault(f"{self._base}/{name}", threading.Lock()):
+                with self._lock(f"{self._base}/{name}"):
                     states.append(self._state(record))
         return states
 
@@ -99,7 +99,7 @@ class ControlDaemons:
         """Let servers that clients have started since have the recorded limits, and log daemons that have ended."""
         for state in self.states():
             directory = gpu_directory(self._base, state.gpu)
-            with self._locks.setdefault(directory, threading.Lock()):
+            with self._lock(directory):
                 record = _read(directory)
                 if record is None:
                     continue
@@ -110,6 +110,9 @@ class ControlDaemons:
                         self._set_limits(record)
                     except ControlError as error:
                         log.warning("can't set the limits of an MPS server", extra={"error": str(error)})
+
+    def _lock(self, directory: str) -> threading.Lock:
+        return self._locks.setdefault(directory, threading.Lock())
 
     # The caller holds the lock of the GPU
 
@@ -125,7 +128,7 @@ class ControlDaemons:
         if before is not None and before.ending:
             self._end(request)
             before = None
-        if before is not None and tool.daemon():
+        if before is not None and _runs(tool):
             record = before
         else:
             if before is not None:
@@ -144,6 +147,7 @@ class ControlDaemons:
 
     def _launch(self, record: DaemonRecord, tool: ControlTool) -> DaemonRecord:
         """Start the daemon, and with protocol 2 set the recorded limits; return the record as it is then."""
+        _end_processes(tool.control_processes)
         _remove_stale_files(f"{tool.directory}/{PIPE}")
         if record.protocol == NAMESPACES:
             self._begin(tool, "-d", "-p", str(NAMESPACES), "-m")
@@ -162,12 +166,8 @@ class ControlDaemons:
         return record
 
     def _begin(self, tool: ControlTool, *arguments: str) -> None:
-        try:
-            tool.run(*arguments)
-        except ControlError:
-            if not tool.daemon():  # one that an earlier, killed process was just starting may run
-                raise
-        if not _becomes(START_TIMEOUT_SECONDS, lambda: tool.daemon() > 0):
+        _run_once(tool, lambda: bool(tool.control_processes()), *arguments)
+        if not wait_until(START_TIMEOUT_SECONDS, tool.daemon, INTERVAL_SECONDS):
             raise ControlError(f"{tool.program} {' '.join(arguments)}: no daemon runs in {tool.directory}/{PIPE}")
 
     def _limit(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -180,7 +180,7 @@ class ControlDaemons:
             return {}
         name = str(request["namespace"])
         if name not in _namespaces(tool):
-            tool.run("namespace", "create", name, f"--server={SERVER}")
+            _run_once(tool, lambda: name in _namespaces(tool), "namespace", "create", name, f"--server={SERVER}")
         limits = (f"--pinned-memory-limit={memory}M", f"--active-thread-percentage={threads}")
         tool.run("namespace", "set", name, f"--server={SERVER}", *limits)
         return {}
@@ -212,7 +212,8 @@ class ControlDaemons:
                 self._set_limits(record)
         elif record.protocol == NAMESPACES and runs and name in _namespaces(tool):
             # Its containers have ended, though the server may not have noticed yet.
-            tool.run("namespace", "delete", name, f"--server={SERVER}", "--force")
+            delete = ("namespace", "delete", name, f"--server={SERVER}", "--force")
+            _run_once(tool, lambda: name not in _namespaces(tool), *delete)
         return {}
 
     def _end(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -225,9 +226,8 @@ class ControlDaemons:
             if pid:
                 with suppress(ControlError):
                     tool.run(*(["-q"] if record.protocol == NAMESPACES else []), commands="quit\n")
-            if not _becomes(END_TIMEOUT_SECONDS if pid else 0.0, lambda: not tool.processes()):
-                for process in tool.processes():
-                    _kill(process)
+            wait_until(END_TIMEOUT_SECONDS if pid else 0.0, lambda: not tool.processes(), INTERVAL_SECONDS)
+            _end_processes(tool.processes)
             log.info("ended an MPS control daemon", extra={"gpu": record.gpu, "pid": pid})
         self._limited.pop(directory, None)
         _remove_tree(directory)
@@ -257,6 +257,21 @@ class ControlDaemons:
             return state._replace(answers=False)
 
 
+def _runs(tool: ControlTool) -> bool:
+    """Whether the daemon runs, also one that a killed process was just starting: it has no pid file yet."""
+    wait_until(START_TIMEOUT_SECONDS, lambda: tool.daemon() or not tool.control_processes(), INTERVAL_SECONDS)
+    return tool.daemon() > 0
+
+
+def _run_once(tool: ControlTool, is_done: Callable[[], bool], *arguments: str) -> None:
+    """Run the program. Its failure does not count if what it was to do is done: by the run of a killed process."""
+    try:
+        tool.run(*arguments)
+    except ControlError:
+        if not is_done():
+            raise
+
+
 def _servers(tool: ControlTool) -> list[int]:
     """Process ids of the servers of a daemon with protocol 3."""
     return [int(row[2]) for row in tool.rows("server", "list") if len(row) > 2 and row[2].isdecimal()]
@@ -266,7 +281,7 @@ def _ensure_server(tool: ControlTool) -> None:
     """Start the server of a daemon with protocol 3 unless it runs: the first time, or because it died."""
     if _servers(tool):
         return
-    tool.run("server", "create", SERVER, f"--allowed-devices={tool.gpu}")
+    _run_once(tool, lambda: bool(_servers(tool)), "server", "create", SERVER, f"--allowed-devices={tool.gpu}")
     tool.run("server", "set", SERVER, *NEARLY_NOTHING)
     if not _servers(tool):  # one for a GPU that is not there is accepted, and ends at once
         raise ControlError(f"the MPS server of {tool.gpu} has ended at once; see {tool.directory}/{LOG}/{SERVER}")
@@ -324,16 +339,11 @@ def _remove_tree(folder: str) -> None:
         os.rmdir(folder)  # noqa: PTH106
 
 
-def _kill(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _becomes(seconds: float, is_true: Callable[[], bool]) -> bool:
-    """Wait until ``is_true``; False: it did not become true in time."""
-    end = time.monotonic() + seconds
-    while not is_true():
-        if time.monotonic() > end:
-            return False
-        time.sleep(INTERVAL_SECONDS)
-    return True
+def _end_processes(remaining: Callable[[], list[int]]) -> None:
+    """Kill them, and wait until they have ended: until then the daemon keeps others out of its directory."""
+    pids = remaining()
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if pids:
+        wait_until(END_TIMEOUT_SECONDS, lambda: not remaining(), INTERVAL_SECONDS)

@@ -99,7 +99,7 @@ class ControlTool(NamedTuple):
             return 0
         return pid if self.is_ours(pid) else 0
 
-    def is_ours(self, pid: int) -> bool:
+    def is_ours(self, pid: int, programs: bytes = PROGRAMS) -> bool:
         """Whether the process is the daemon of this directory or a server of it, whose environment the daemon's is."""
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as file:  # noqa: PTH123
@@ -108,8 +108,16 @@ class ControlTool(NamedTuple):
                 variables = file.read().split(b"\0")
         except OSError:
             return False
-        return PROGRAMS in command and f"{PIPE_DIRECTORY}={self.directory}/{PIPE}".encode() in variables
+        return programs in command and f"{PIPE_DIRECTORY}={self.directory}/{PIPE}".encode() in variables
 
-    def processes(self) -> list[int]:
+    def processes(self, programs: bytes = PROGRAMS) -> list[int]:
         """Process ids of the daemon and its servers, whether the daemon answers or not."""
-        return [int(name) for name in os.listdir("/proc") if name.isdecimal() and self.is_ours(int(name))]  # noqa: PTH208
+        # Twice: one that forks and ends meanwhile, as a daemon does when it starts, is in no list.
+        return self._listed(programs) or self._listed(programs)
+
+    def control_processes(self) -> list[int]:
+        """Process ids of the daemon, also while it starts, and of commands that somebody sends it now."""
+        return self.processes(PROGRAM.encode())
+
+    def _listed(self, programs: bytes) -> list[int]:
+        return [int(name) for name in os.listdir("/proc") if name.isdecimal() and self.is_ours(int(name), programs)]  # noqa: PTH208

@@ -6,6 +6,7 @@ state of its GPUs that name it (``Load.server``), so a load is a client until it
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import selectors
@@ -22,8 +23,11 @@ from driver.simulator.mps.limits import ClientLimits, CudaError, Refusal, check_
 from driver.simulator.mps.server_program import SERVER_PROGRAM, clients_of, end_server
 from driver.simulator.smi_tool import present_gpus
 
-CONTROL, PRIVILEGED, PID_FILE, LOG = "control", "control_privileged", "nvidia-cuda-mps-control.pid", "log"
-"""Files in the pipe directory."""
+CONTROL, PRIVILEGED, LOCK, LOG = "control", "control_privileged", "control_lock", "log"
+PID_FILE = "nvidia-cuda-mps-control.pid"
+"""Files in the pipe directory; the daemon holds a lock on ``LOCK`` as long as it lives."""
+
+ALREADY_RUNNING = "An instance of this daemon is already running"
 
 DEFAULT_NAMESPACE = "default"
 CONNECTION_TIMEOUT_SECONDS = 5
@@ -80,8 +84,13 @@ class ControlDaemon:
         self._stopping = False
 
     def listen(self) -> None:
-        """Create the files of the pipe directory."""
+        """Create the files of the pipe directory. Raises Refusal: another daemon has them."""
         pipe = self.settings.pipe
+        self._lock = (pipe / LOCK).open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Refusal(ALREADY_RUNNING) from error
         self.open_socket(pipe / CONTROL, Listener(), 0o666)
         self.open_socket(pipe / PRIVILEGED, Listener(privileged=True), 0o700)
         if not (pipe / LOG).exists():
@@ -111,7 +120,7 @@ class ControlDaemon:
                 key.data(key.fileobj)
         for server in list(self.servers.values()):
             self.stop_server(server)
-        for path in [*self._sockets, self.settings.pipe / PID_FILE, self.settings.pipe / LOG]:
+        for path in [*self._sockets, *(self.settings.pipe / name for name in (PID_FILE, LOG, LOCK))]:
             path.unlink(missing_ok=True)
 
     def quit(self) -> None:

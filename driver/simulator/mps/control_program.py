@@ -91,8 +91,6 @@ def run(program: str, arguments: Sequence[str], environment: Mapping[str, str]) 
 
 def start(node: Path, pipe: Path, invocation: Invocation, environment: Mapping[str, str], driver: int) -> None:
     """Start the daemon; with ``-d`` return as soon as it answers."""
-    if is_answering(pipe):
-        raise Refusal("An instance of this daemon is already running")
     requested = environment.get("CUDA_MPS_PROTOCOL_VERSION") or invocation.values.get("protocol") or "2"
     if requested not in ("2", "3") or (requested == "3" and driver < PROTOCOL_3_SINCE):
         raise Refusal(f"Unknown protocol: {requested}")
@@ -132,12 +130,6 @@ def _begin(daemon: ControlDaemon, configuration: str | None) -> None:
     (daemon.settings.pipe / PID_FILE).write_text(str(os.getpid()))
     if configuration is not None:
         daemon.configure(Path(configuration))
-
-
-def is_answering(pipe: Path) -> bool:
-    """Whether a daemon listens in the directory; files of one that has died are not enough."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        return probe.connect_ex(str(pipe / CONTROL)) == 0
 
 
 def ask(pipe: Path, request: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import stat
@@ -13,7 +14,7 @@ import pytest
 from driver.simulator.mps.control_program import connect_client
 from driver.simulator.mps.limits import CudaError
 from tests.harness.waiting import wait_for
-from tests.support.mps import LEGACY, WITH_PROTOCOL_3, MpsNode, mps_node
+from tests.support.mps import LEGACY, WITH_PROTOCOL_3, MpsNode, mps_node, running
 from tests.support.nvml_client import set_compute_mode
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -50,6 +51,15 @@ def test_the_pipe_directory_has_what_a_real_one_has(mps: MpsNode) -> None:
     assert stat.S_ISFIFO(modes["log"])
     assert (mps.pipe / "nvidia-cuda-mps-control.pid").exists()
     assert "already running" in mps.control("-d").stdout
+
+
+def test_a_daemon_that_has_only_its_lock_yet_keeps_others_out(mps: MpsNode) -> None:
+    mps.commands("quit")
+    wait_for(lambda: not running(mps.node.root), 20, "the daemon ends")
+    with (mps.pipe / "control_lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "already running" in mps.control("-d").stdout
+    assert mps.control("-d").returncode == 0
 
 
 @pytest.mark.parametrize(
