@@ -57,13 +57,17 @@ MEMORY_SLICES = Fact("memorySlices", "int", lambda d: d.placement.size if d.plac
 PARENT = Fact("parentUUID", "string", lambda device: device.gpu.uuid)
 """On partitions, shares and shared devices."""
 
+DRIVER_VERSION = Fact("driverVersion", "version", lambda device: device.gpu.driver_version)
+MEMORY_TYPE = Fact("memoryType", "string", lambda device: device.gpu.memory_type)
+"""On full GPUs and on shared devices, which are few. Partitions go without: see the module."""
+
 FULL_ONLY = (
     MEMORY_SLICES,
     Fact("uuid", "string", lambda device: device.gpu.uuid),
     Fact("brand", "string", lambda device: device.gpu.brand),
-    Fact("driverVersion", "version", lambda device: device.gpu.driver_version),
+    DRIVER_VERSION,
     Fact("cudaDriverVersion", "version", lambda device: device.gpu.cuda_driver_version),
-    Fact("memoryType", "string", lambda device: device.gpu.memory_type),
+    MEMORY_TYPE,
     Fact("memoryBandwidth", "int", lambda device: device.gpu.memory_bandwidth),
     Fact("nvlinkClique", "string", lambda device: device.gpu.nvlink_clique),
     Fact("nvlinkGeneration", "int", _link(lambda link: link.generation)),
@@ -87,7 +91,12 @@ PARTITION_ONLY = (
 
 SHARE_ONLY = (PARENT, Fact("shares", "int", lambda device: device.shares))
 
-SHARED_ONLY = (PARENT, Fact("memoryLimit", "string", lambda device: device.shared.limit if device.shared else None))
+SHARED_ONLY = (
+    PARENT,
+    DRIVER_VERSION,
+    MEMORY_TYPE,
+    Fact("memoryLimit", "string", lambda device: device.shared.limit if device.shared else None),
+)
 
 MONITOR_NAMES = frozenset(fact.name for fact in COMMON) | {"uuid"}
 """On monitor devices: the full GPU's, except ``type``."""

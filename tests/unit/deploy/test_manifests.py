@@ -144,11 +144,11 @@ def selectors() -> dict[str, Program]:
     return {name: compile_selector(load(name)["spec"]["selectors"][0]["cel"]["expression"]) for name in CLASSES}
 
 
-def names_of_full_gpus(**requirements: object) -> set[str]:
-    """The products of which a full GPU has class gpu-training in a release with these ``requirements``."""
-    text = manifests({"classRequirements": {"gpu-training": requirements}})["classes.yaml"]
-    [training] = [item for item in yaml.safe_load_all(text) if item and item["metadata"]["name"] == "gpu-training"]
-    programs = [compile_selector(selector["cel"]["expression"]) for selector in training["spec"]["selectors"]]
+def products_of(class_name: str, requirements: dict[str, Any]) -> set[str]:
+    """The products that have a device of this class in a release with these ``requirements`` of it."""
+    text = manifests({"classRequirements": {class_name: requirements}})["classes.yaml"]
+    [rendered] = [item for item in yaml.safe_load_all(text) if item and item["metadata"]["name"] == class_name]
+    programs = [compile_selector(selector["cel"]["expression"]) for selector in rendered["spec"]["selectors"]]
     builder, matching = SliceBuilder(Pool("n", DRIVER)), set()
     for product in product_names():
         gpu = gpu_of(product)
@@ -162,7 +162,8 @@ def names_of_full_gpus(**requirements: object) -> set[str]:
             memory_bandwidth=memory.bandwidth,
             nvlink_clique="clique-0" if "SXM" in product or "HBM3" in product else None,
         )
-        built = builder.build([PublishedGpu(gpu, 0, (), devices_of(gpu, 0, shares=2))])
+        by_memory = SharedMemory(SharingStrategy.TIME_SLICING, gpu.memory_bytes)
+        built = builder.build([PublishedGpu(gpu, 0, (), devices_of(gpu, 0, shares=2, shared=by_memory))])
         devices = [
             from_slice_device(DRIVER, device) for device in devices_in({"spec": part} for part in built.values())
         ]
@@ -186,9 +187,15 @@ def names_of_full_gpus(**requirements: object) -> set[str]:
 def test_a_class_gives_only_gpus_that_meet_its_requirements(
     requirements: dict[str, Any], some: set[str], none: set[str]
 ) -> None:
-    matching = names_of_full_gpus(**requirements)
+    matching = products_of("gpu-training", requirements)
     assert some <= matching
     assert not none & matching
+
+
+def test_claims_share_only_gpus_that_meet_the_requirements_of_their_class() -> None:
+    matching = products_of("gpu-shared", {"memoryTypes": ["HBM3", "HBM3e"], "computeCapability": "9.0"})
+    assert {"NVIDIA H100 80GB HBM3", "NVIDIA H200"} <= matching
+    assert not {"NVIDIA L4", "NVIDIA A100-SXM4-40GB"} & matching
 
 
 @pytest.mark.parametrize("product", product_names())
