@@ -54,6 +54,7 @@ from kubelet_plugin.metrics.metrics_interface import Measurements
 from kubelet_plugin.plan.node_config import store_first_config, store_without_layout, stored_config
 from kubelet_plugin.plan.plan_file import PlanFile
 from kubelet_plugin.reconcile.background_work import BackgroundWork, ClaimActivity
+from kubelet_plugin.reconcile.later_pods import LaterPods
 from kubelet_plugin.reconcile.memory_watch import MemoryWatch
 from kubelet_plugin.reconcile.orphans import Orphans
 from kubelet_plugin.reconcile.pod_prerequisites import NodeChecks, OutdatedClaims
@@ -166,12 +167,11 @@ class NodePlugin:
 
     def _prepare_claims(self) -> None:
         """Build what prepares and unprepares claims, and what cleans up and repairs them."""
-        stores, host, step = self._stores, self._host, self._step
-        events, measurements = self._events, self._background.measurements
+        stores, host, step, events = self._stores, self._host, self._step, self._events
 
         def claim_read(claim: Claim) -> None:
             events.remember_pods(claim)
-            measurements.claim_read(claim)
+            self._background.measurements.claim_read(claim)
 
         def repaired(record: ClaimRecord, made: str) -> None:
             events.claim(record.reference, EventReason.REPAIRED, made)
@@ -184,7 +184,7 @@ class NodePlugin:
         self._preparer = Preparer(self._reader, stores, partitions, gpu_settings, self._changes, repaired, step)
         self._rehearsals = Rehearsals(stores, partitions, self._preparer.cleanup)
         self._trials = Trials(self._rehearsals, self._health)
-        orphans = Orphans(stores, self._preparer, self._reader, events, measurements.count_orphan)
+        orphans = Orphans(stores, self._preparer, self._reader, events, self._background.measurements.count_orphan)
         set_condition, observe = self._health.set_condition, self._health.failed_preparations.observe
         self._reconciler = ClaimReconciler(
             stores, self._preparer, events, set_condition, orphans.search_if_due, observe
@@ -221,7 +221,8 @@ class NodePlugin:
         self._node_checks = NodeChecks(nodes, driver_files, stores, self._health, specs.failure, self._events, outdated)
         gpu_settings, report = self._preparer.gpu_settings, self._background.measurements.set_claims_above_memory
         used = self._usage.memory_used if self._usage else None
-        memory = MemoryWatch(stores, gpu_settings, self._reader, self._events, used, report)
+        later = LaterPods(stores, gpu_settings.memory, self._reader)
+        memory = MemoryWatch(stores, gpu_settings, later, self._events, used, report)
         followers = (self._node_checks, self._reconciler, self._health, hardware, memory)
         give_way = self._background.activity.wait_idle(SCAN_DELAY_SECONDS)
         self._scan_loop = ScanLoop(self._scanner, stores.inventory, followers, self._changes, give_way)
@@ -293,10 +294,9 @@ class NodePlugin:
             self._publishing.uninstall.finish()
 
     def _serve(self, stack: ExitStack) -> None:
-        background = self._background
         observers = (
-            background.measurements.measure,
-            background.activity.working,
+            self._background.measurements.measure,
+            self._background.activity.working,
             self._events.report_failure,
             self._health.failed_preparations.observe,
         )

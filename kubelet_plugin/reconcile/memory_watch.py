@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import msgspec
-
-from driver.errors import NOT_FOUND, ApiError, RecoverableError
+from driver.errors import RecoverableError
 from driver.model.gpu import Gpu
 from driver.model.shared_memory import GIB, MemoryLimit
-from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
 from kubelet_plugin.checkpoint.records import ClaimRecord
-from kubelet_plugin.claims.allocation import pods_of
 from kubelet_plugin.claims.claim_memory import GpuSettingsOfClaims, is_limited
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.mps_shares import parts_by_mps
-from kubelet_plugin.claims.preparer import ClaimReader
+from kubelet_plugin.reconcile.later_pods import LaterPods
 from kubelet_plugin.status.claim_status import HELD_BY
 from kubelet_plugin.status.events import EventReason, PluginEvents
 
 log = logging.getLogger(__name__)
-
-PODS_INTERVAL_SECONDS = 60.0
-"""How often the pods are read that use a claim which several can use: the kubelet does not report later ones."""
-
-OWNED_PODS_INTERVAL_SECONDS = 600.0
-"""The same for a claim that says it was made for one pod: a tenant writes that, too."""
 
 WAY_OUT = {
     MemoryLimit.CGROUP: "use a ResourceClaimTemplate, so that each pod has a claim of its own",
@@ -53,18 +42,15 @@ class MemoryWatch:
         self,
         stores: ClaimStores,
         settings: GpuSettingsOfClaims,
-        claims: ClaimReader,
+        later_pods: LaterPods,
         events: PluginEvents,
         memory_used: MemoryUse | None = None,
         report_above: Callable[[int], None] = lambda _: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``report_above`` receives the number of claims above their memory."""
         self._stores, self._memory, self._mps = stores, settings.memory, settings.mps
-        self._claims, self._events, self._clock = claims, events, clock
+        self._later_pods, self._events = later_pods, events
         self._memory_used, self._report_above = memory_used, report_above
-        self._read_at: dict[str, float] = {}
-        self._failed_at = float("-inf")
         self._above: frozenset[str] = frozenset()
         # The process before has reported what holds these.
         self._reported = {(record.uid, uuid) for record in stores.prepared() for uuid in record.gpu_uuids}
@@ -83,7 +69,7 @@ class MemoryWatch:
             try:
                 for record in records:
                     self._report_limit(gpu, record)
-                    self._note_later_pods(record)
+                    self._later_pods.note(record)
                 used = self._used(gpu, records)
             except RecoverableError as error:
                 log.warning("can't check the memory limits of a GPU", extra={"gpu": gpu.uuid, "error": str(error)})
@@ -123,36 +109,6 @@ class MemoryWatch:
                     self._mps.apply(gpu, record)
         except RecoverableError as error:
             log.warning("can't check the MPS daemon of a GPU", extra={"gpu": gpu.uuid, "error": str(error)})
-
-    def _note_later_pods(self, record: ClaimRecord) -> None:
-        """Record the pods that use a claim now, if others than those that it was prepared for may do so."""
-        now = self._clock()
-        never, interval = float("-inf"), PODS_INTERVAL_SECONDS
-        if record.of_one_pod:
-            never, interval = now, OWNED_PODS_INTERVAL_SECONDS
-        # A scan must not wait for an API server that does not answer once for each claim.
-        read_at = max(self._failed_at, self._read_at.setdefault(record.uid, never))
-        if now - read_at < interval:
-            return
-        recorded = {other.uid for other in self._stores.checkpoint.records()}
-        self._read_at = {uid: at for uid, at in self._read_at.items() if uid in recorded} | {record.uid: now}
-        try:
-            claim = self._claims.read(record.namespace, record.name, any_age=True)
-        except ApiError as error:
-            log.debug("the pods of a claim are unknown", extra={"claim": str(record), "error": str(error)})
-            if error.status != NOT_FOUND:
-                self._failed_at = now
-            return
-        if claim.metadata.uid != record.uid or pods_of(claim) == record.pods:
-            return
-        with self._stores.locks.hold([claim_key(record.uid), *record.gpu_uuids], f"noting the pods of claim {record}"):
-            current = self._stores.checkpoint.get(record.uid)
-            if current is None or current.needs_release:
-                return
-            # A pod that the claim is not reserved for any more has ended, unless it still has a cgroup.
-            pods = tuple(sorted({*pods_of(claim), *self._memory.running(current.pods)}))
-            if pods != current.pods:
-                self._stores.checkpoint.put(msgspec.structs.replace(current, pods=pods), durable=False)
 
     def _used(self, gpu: Gpu, records: Iterable[ClaimRecord]) -> Mapping[str, int | None]:
         """Bytes of ``gpu`` that the pods of each claim use; None: unknown. Raises HardwareError, StateError."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ from driver.model.shared_memory import MemoryLimit
 from driver.simulator.state.gpu_load import SimulatedActivity, constant
 from driver.step_observer import Moment, unobserved
 from kubelet_plugin.inventory.inventory import ClaimReference
-from kubelet_plugin.reconcile.memory_watch import OWNED_PODS_INTERVAL_SECONDS, PODS_INTERVAL_SECONDS, MemoryWatch
+from kubelet_plugin.reconcile.later_pods import OWNED_PODS_INTERVAL_SECONDS, PODS_INTERVAL_SECONDS, LaterPods
+from kubelet_plugin.reconcile.memory_watch import MemoryWatch
 from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.status.claim_status import device_statuses
 from kubelet_plugin.status.events import PluginEvents
@@ -65,8 +68,12 @@ def cgroup(node: NodeUnderTest, pod: str) -> Path:
     return make_cgroup(node.simulated, f"kubepods/burstable/pod{pod}")
 
 
-def watch(node: NodeUnderTest, events: KeptEvents, **changes: Any) -> MemoryWatch:
-    return MemoryWatch(node.node, node.preparer.gpu_settings, node.api, PluginEvents(events.record, NODE), **changes)
+def watch(
+    node: NodeUnderTest, events: KeptEvents, clock: Callable[[], float] = time.monotonic, **changes: Any
+) -> MemoryWatch:
+    settings = node.preparer.gpu_settings
+    later = LaterPods(node.node, settings.memory, node.api, clock)
+    return MemoryWatch(node.node, settings, later, PluginEvents(events.record, NODE), **changes)
 
 
 def test_a_pod_may_use_what_its_claims_have_and_nothing_once_they_have_ended(node: NodeUnderTest) -> None:

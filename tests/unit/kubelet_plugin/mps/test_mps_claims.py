@@ -15,6 +15,7 @@ from driver.model.gpu_settings import ComputeMode, GpuSharing, parse_shared
 from driver.step_observer import Moment, unobserved
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.mps.client import MpsAccess
+from kubelet_plugin.reconcile.later_pods import LaterPods
 from kubelet_plugin.reconcile.memory_watch import MemoryWatch
 from kubelet_plugin.status.claim_status import device_statuses
 from kubelet_plugin.status.events import PluginEvents
@@ -99,7 +100,8 @@ def scan(node: NodeUnderTest) -> list[tuple[str, str, str]]:
     """The Events of the next scan of the node's GPUs."""
     events = KeptEvents()
     settings = node.preparer.gpu_settings
-    watch = MemoryWatch(node.node, settings, node.api, PluginEvents(events.record, NODE))
+    later = LaterPods(node.node, settings.memory, node.api)
+    watch = MemoryWatch(node.node, settings, later, PluginEvents(events.record, NODE))
     watch.handle_scan(node.node.inventory.gpus)
     return events.told
 
