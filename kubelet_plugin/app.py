@@ -222,7 +222,7 @@ class NodePlugin:
         gpu_settings, report = self._preparer.gpu_settings, self._background.measurements.set_claims_above_memory
         used = self._usage.memory_used if self._usage else None
         later = LaterPods(stores, gpu_settings.memory, self._reader)
-        memory = MemoryWatch(stores, gpu_settings, later, self._events, used, report)
+        memory = MemoryWatch(stores, gpu_settings, later, self._events, self._changes, used, report)
         followers = (self._node_checks, self._reconciler, self._health, hardware, memory)
         give_way = self._background.activity.wait_idle(SCAN_DELAY_SECONDS)
         self._scan_loop = ScanLoop(self._scanner, stores.inventory, followers, self._changes, give_way)

@@ -53,7 +53,7 @@ class NodeChange(StrEnum):
     RESERVATIONS = "reservations"  # OtherDriverWatch: the GPUs that are reserved for other drivers
     HARDWARE = "hardware"  # ScanLoop: GPUs or partitions
     HEALTH = "health"  # HealthMonitor: conditions of devices
-    PREPARED = "prepared"  # Preparer: a claim has new devices
+    PREPARED = "prepared"  # Preparer: a claim has new devices; MemoryWatch: something else holds it to its memory
     UNPREPARED = "unprepared"  # FailedPreparations: the claims that could not be prepared
     CONDITION = "condition"  # NodeConditions: what is wrong with the node as a whole
     RELEASED = "released"  # ClaimCleanup: a claim has no devices any more

@@ -46,11 +46,15 @@ class SharingStrategy(StrEnum):
 
 
 class MemoryLimit(StrEnum):
-    """What holds a claim to its memory: the driver by cgroup, the MPS server, or nothing."""
+    """What holds a claim to its memory: the driver by cgroup, the MPS server, or nothing.
+
+    UNKNOWN: the driver does not say whether it can or does; slices and selectors take that for NONE.
+    """
 
     CGROUP = "cgroup"
     MPS = "mps"
     NONE = "none"
+    UNKNOWN = "unknown"
 
     @classmethod
     def _missing_(cls, value: object) -> MemoryLimit:

@@ -72,7 +72,10 @@ class DeviceRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tr
     """Of a shared device: how claims share the compute of its GPU."""
 
     limit: MemoryLimit = MemoryLimit.NONE
-    """Of a shared device: what holds the claim to its memory."""
+    """Of a shared device: what holds the claim to its memory, as the last scan found it."""
+
+    why_not_limited: str = ""
+    """Of a shared device: what has ended the limit that the claim had."""
 
     threads: int | None = None
     """Of a GPU shared by MPS: the percentage of its threads that the claim requests."""
@@ -145,10 +148,9 @@ class ClaimRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
     """One claim's file.
 
     ``boot`` is the machine's boot id when it was prepared: partitions do not outlive a boot. ``releasing``: unprepare
-    was called, and something may be left to release. ``monitors`` are the claim's monitor devices: it holds nothing of
-    their GPUs. Earlier versions skip the field. ``adopted``: NVIDIA's DRA driver prepared the claim, so pool, names and
-    CDI spec of its devices are not ours (``coexistence.adopted_claims``). ``pods``: UIDs of the pods that use it, if
-    it shares a GPU by memory; ``of_one_pod``: it says that no other pod uses it.
+    was called, and something may be left to release. ``monitors``: its monitor devices, of whose GPUs it holds nothing.
+    ``adopted``: NVIDIA's DRA driver prepared it, so pool, names and CDI spec are not ours (``adopted_claims``).
+    ``pods``: UIDs of the pods that use it, if it shares a GPU by memory; ``of_one_pod``: it says that no other does.
     """
 
     version: int

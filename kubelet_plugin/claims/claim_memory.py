@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from driver.errors import HardwareError, RecoverableError
+from driver.errors import HardwareError, RecoverableError, StateError
 from driver.hardware.cgroups.memory_limits import CgroupMemoryLimits
 from driver.hardware.cgroups.pod_cgroups import PodCgroups
 from driver.hardware.host import Host
@@ -30,6 +30,10 @@ CONTEXT_BYTES = 1 << 29
 
 InContainer = tuple[int | None, float | None]
 UNSAID: InContainer = (None, None)
+
+
+LimitNow = tuple[MemoryLimit, str]
+"""What holds claims to their memory, and why nothing is known to."""
 
 
 def memory_limit(limits: CgroupMemoryLimits, gpu: Gpu, strategy: SharingStrategy) -> MemoryLimit:
@@ -57,36 +61,51 @@ class ClaimMemory:
 
     def apply(self, gpu: Gpu, record: ClaimRecord) -> None:
         """Hold the pods of ``record`` to the memory that they have of ``gpu``. Raises HardwareError, StateError."""
-        if is_limited(gpu, record):
+        if MemoryLimit.CGROUP in _limits_of(gpu, record):
             memory = self.of_pods(gpu, record)
             self._limits.apply(gpu, {pod: memory[pod] for pod in record.pods if pod in memory})
 
     def release(self, gpu: Gpu, record: ClaimRecord) -> None:
         """Hold the pods of ``record`` to what they have of ``gpu`` without it. Raises HardwareError, StateError."""
-        if not is_limited(gpu, record):
+        if _limits_of(gpu, record).isdisjoint({MemoryLimit.CGROUP, MemoryLimit.UNKNOWN}):
             return
         others = memory_by_pod(gpu.uuid, self._records(record.uid))
         try:
-            self._limits.check(gpu, {pod: others[pod] for pod in record.pods if pod in others})
+            _, failures = self._limits.check(gpu, {pod: others[pod] for pod in record.pods if pod in others})
+            for failure in failures.values():
+                raise failure
             self._limits.lift(gpu, [pod for pod in record.pods if pod not in others])
         except HardwareError as error:
-            unenforced = self.unenforced(gpu)
+            unenforced = self._limits.unenforced(gpu)
             if unenforced is None:
                 raise
             # Another driver or MIG mode since the prepare has ended all limits.
             log.warning("no limits to remove", extra={"gpu": gpu.uuid, "why": unenforced, "error": str(error)})
 
-    def check(self, gpu: Gpu) -> dict[str, int]:
-        """Set lost limits again; return the bytes that each pod uses of ``gpu``. Raises HardwareError, StateError."""
-        return self._limits.check(gpu, self.of_pods(gpu))
+    def check(self, gpu: Gpu) -> tuple[dict[str, int], dict[str, LimitNow]]:
+        """Set lost limits again, and those of claims that could not be limited before.
+
+        Returns the bytes of ``gpu`` that each pod uses, and for pods without a limit what is known of them.
+        """
+        used, failures = self._limits.check(gpu, self.of_pods(gpu))
+        unlimited = {
+            # Of a cgroup without the kernel's controller it is known that it has no limit.
+            pod: (MemoryLimit.NONE if isinstance(error, StateError) else MemoryLimit.UNKNOWN, str(error))
+            for pod, error in failures.items()
+        }
+        return used, unlimited
 
     def running(self, pod_uids: Iterable[str]) -> Iterable[str]:
         """The pods that have a cgroup."""
         return self._limits.running(pod_uids)
 
-    def unenforced(self, gpu: Gpu) -> str | None:
-        """Why no cgroup can be limited on ``gpu``; None: it can. Raises HardwareError."""
-        return self._limits.unenforced(gpu)
+    def limit_now(self, gpu: Gpu) -> LimitNow:
+        """CGROUP if pods can be held to their memory of ``gpu`` as it is now, else NONE or UNKNOWN."""
+        try:
+            why = self._limits.unenforced(gpu)
+        except RecoverableError as error:
+            return MemoryLimit.UNKNOWN, str(error)
+        return (MemoryLimit.CGROUP, "") if why is None else (MemoryLimit.NONE, why)
 
     def in_container(self, gpu: Gpu, entry: DeviceRecord, record: ClaimRecord) -> InContainer:
         """What the CDI spec of a claim says of its part of ``gpu``: the bytes to which each container's own cgroup is
@@ -115,9 +134,9 @@ class ClaimMemory:
         return [r for r in self._checkpoint.records() if r.uid != without and not r.releasing]
 
 
-def is_limited(gpu: Gpu, record: ClaimRecord) -> bool:
-    """Whether limits on cgroups hold the claim to its memory of ``gpu``."""
-    return any(entry.limit is MemoryLimit.CGROUP and entry.gpu_uuid == gpu.uuid for entry in record.devices)
+def _limits_of(gpu: Gpu, record: ClaimRecord) -> set[MemoryLimit]:
+    """What holds a claim to its memory of ``gpu``, by its record."""
+    return {entry.limit for entry in record.devices if entry.gpu_uuid == gpu.uuid}
 
 
 @dataclass(frozen=True, slots=True)

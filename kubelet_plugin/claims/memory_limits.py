@@ -11,7 +11,7 @@ from driver.errors import HardwareError, RecoverableError, StateError
 from driver.hardware.cgroups.memory_limits import CgroupMemoryLimits
 from driver.hardware.cgroups.pod_cgroups import CGROUPS, PodCgroups
 from driver.model.gpu import Gpu
-from driver.model.shared_memory import GIB, MemoryLimit
+from driver.model.shared_memory import GIB
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.step_names import NodeStep, StepRunner
 
@@ -23,11 +23,11 @@ PodMemory = Mapping[str, int]
 
 
 def memory_by_pod(gpu_uuid: str, records: Iterable[ClaimRecord]) -> dict[str, int]:
-    """The bytes of a GPU that each pod may use by the limit on its cgroup: the sum over all its claims."""
+    """The bytes of a GPU that each pod may use: the sum over all its claims."""
     sums: dict[str, int] = defaultdict(int)
     for record in records:
         for entry in record.devices:
-            if entry.gpu_uuid == gpu_uuid and entry.limit is MemoryLimit.CGROUP:
+            if entry.gpu_uuid == gpu_uuid and entry.gib:
                 for pod in record.pods:
                     sums[pod] += entry.gib * GIB
     return dict(sums)
@@ -71,22 +71,21 @@ class PodMemoryLimits:
         for pod_uid, cgroup in present.items():
             self._hold(gpu, pod_uid, cgroup, pods[pod_uid])
 
-    def check(self, gpu: Gpu, pods: PodMemory) -> dict[str, int]:
-        """Set lost limits again, as after a reload of the driver; return the bytes of ``gpu`` that each pod uses.
+    def check(self, gpu: Gpu, pods: PodMemory) -> tuple[dict[str, int], dict[str, RecoverableError]]:
+        """Set lost limits again, as after a reload of the driver.
 
-        Pods without a cgroup have ended. Raises HardwareError or StateError once all were tried.
+        Returns the bytes of ``gpu`` that each pod uses, and the error of each pod that can't be limited. Pods without a
+        cgroup have ended, and are in neither.
         """
         used: dict[str, int] = {}
-        failures: list[RecoverableError] = []
+        failures: dict[str, RecoverableError] = {}
         for pod_uid, cgroup in self.running(pods).items():
             try:
                 used[pod_uid] = self._hold(gpu, pod_uid, cgroup, pods[pod_uid])
             except RecoverableError as error:
                 if cgroup.exists():
-                    failures.append(error)
-        if failures:
-            raise failures[0]
-        return used
+                    failures[pod_uid] = error
+        return used, failures
 
     def lift(self, gpu: Gpu, pod_uids: Iterable[str]) -> None:
         """Remove the limits of pods that hold nothing of ``gpu`` any more. Raises HardwareError."""

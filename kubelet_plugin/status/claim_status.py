@@ -92,6 +92,7 @@ HELD_BY = {
     MemoryLimit.CGROUP: "the driver holds its programs to that",
     MemoryLimit.MPS: "the MPS server holds each of its programs to that",
     MemoryLimit.NONE: "nothing holds its programs to that at run time",
+    MemoryLimit.UNKNOWN: "it is unknown whether anything holds its programs to that at run time",
 }
 NOT_ISOLATED = "; MPS does not isolate: an illegal address in a program of one claim ends the programs of all claims"
 
@@ -136,6 +137,7 @@ def _status(device: DeviceRecord, requested: Sequence[TimeSlice | None]) -> Devi
     elif device.kind is DeviceKind.SHARED:
         data["memory"] = {"request": f"{device.gib}Gi", "limit": device.limit, "strategy": device.strategy}
         message = f"{device.gib} GiB of the GPU, shared by {device.strategy}; {HELD_BY[device.limit]}"
+        message += f": {device.why_not_limited}" if device.why_not_limited else ""
         message += NOT_ISOLATED if device.strategy is SharingStrategy.MPS else ""
     return DeviceStatus(device.pool, device.device, message, data, share_id=device.share_id)
 

@@ -52,7 +52,7 @@ def test_a_pod_has_a_cgroup_before_its_claim_is_prepared_whose_limit_holds_its_c
     with pytest.raises(UsageError, match=f"pod{uid} is limited to 6144Mi"):
         CliRunner().invoke(sim, [*load, "7Gi"], catch_exceptions=False)
     CliRunner().invoke(sim, [*load, "5Gi"], catch_exceptions=False)
-    assert limits.check(gpu, {uid: 6 * GIB}) == {uid: 5 * GIB}
+    assert limits.check(gpu, {uid: 6 * GIB}) == ({uid: 5 * GIB}, {})
     workloads.delete_pods("small")
     wait_for(lambda: cgroups.find(uid) is None, 60, "the end of the pod's cgroup")
-    assert limits.check(gpu, {uid: 6 * GIB}) == {}
+    assert limits.check(gpu, {uid: 6 * GIB}) == ({}, {})

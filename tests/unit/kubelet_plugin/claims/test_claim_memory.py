@@ -18,7 +18,9 @@ from driver.kube.types import OwnerReference
 from driver.model.gpu_events_and_conditions import ConditionType
 from driver.model.gpu_settings import GpuSharing, parse_shared
 from driver.model.shared_memory import MemoryLimit
+from driver.simulator.node import SimulatedNode
 from driver.simulator.state.gpu_load import SimulatedActivity, constant
+from driver.simulator.tree import CGROUPS
 from driver.step_observer import Moment, unobserved
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.reconcile.later_pods import OWNED_PODS_INTERVAL_SECONDS, PODS_INTERVAL_SECONDS, LaterPods
@@ -29,8 +31,15 @@ from kubelet_plugin.status.events import PluginEvents
 from kubelet_plugin.step_names import NodeStep, Observer
 from tests.support.care import Care
 from tests.support.claims import NODE, result
-from tests.support.memory_limits import GIB, description_with_limits, make_cgroup, read_limits
-from tests.support.node import EVERY_GPU_AS_FOUND, KeptEvents, NodeUnderTest, choosing, start_node
+from tests.support.memory_limits import (
+    GIB,
+    description_with_limits,
+    enable_below,
+    handle,
+    make_cgroup,
+    read_limits,
+)
+from tests.support.node import EVERY_GPU_AS_FOUND, KeptChanges, KeptEvents, NodeUnderTest, choosing, start_node
 from tests.support.nvml_client import enable_mig
 
 POD, OTHER, LATER = (f"{letter}f0c3c1e-93a5-4d6f-9f4e-1c0f1b1e6a77" for letter in "abc")
@@ -71,9 +80,43 @@ def cgroup(node: NodeUnderTest, pod: str) -> Path:
 def watch(
     node: NodeUnderTest, events: KeptEvents, clock: Callable[[], float] = time.monotonic, **changes: Any
 ) -> MemoryWatch:
-    settings = node.preparer.gpu_settings
+    settings, notifier = node.preparer.gpu_settings, KeptChanges(node.changes)
     later = LaterPods(node.node, settings.memory, node.api, clock)
-    return MemoryWatch(node.node, settings, later, PluginEvents(events.record, NODE), **changes)
+    return MemoryWatch(node.node, settings, later, PluginEvents(events.record, NODE), notifier, **changes)
+
+
+def scan(node: NodeUnderTest, watching: MemoryWatch) -> None:
+    """Scan twice: what is reported once is not reported again."""
+    for _ in range(2):
+        node.scanner.scan(node.node.inventory, [watching])
+
+
+def shown(node: NodeUnderTest) -> tuple[str, str]:
+    """What ``status.devices`` says of the only claim: what holds it to its memory, and the message."""
+    [[status]] = device_statuses(node.node.checkpoint.records()).values()
+    return status.data["memory"]["limit"], status.message
+
+
+def fail(function: str, code: int) -> Callable[[SimulatedNode], object]:
+    return lambda simulated: simulated.faults.fail(function, code=code)
+
+
+def lose_cgroup_v2(simulated: SimulatedNode) -> None:
+    (simulated.root / CGROUPS / "cgroup.controllers").unlink()
+
+
+def lose_dmem(simulated: SimulatedNode) -> None:
+    """The limits, too, as by a reload of the driver."""
+    simulated.reload_driver()
+    enable_below(make_cgroup(simulated, "kubepods/burstable"), "memory")
+
+
+def bring_back(simulated: SimulatedNode) -> None:
+    """Undo whatever has ended the limits of cgroups."""
+    simulated.faults.clear()
+    assert simulated.nvml.nvmlDeviceSetMigMode(handle(simulated), pynvml.NVML_DEVICE_MIG_DISABLE) == 0
+    (simulated.root / CGROUPS / "cgroup.controllers").write_text("memory pids dmem\n")
+    enable_below(make_cgroup(simulated, "kubepods/burstable"), "memory", "dmem")
 
 
 def test_a_pod_may_use_what_its_claims_have_and_nothing_once_they_have_ended(node: NodeUnderTest) -> None:
@@ -353,6 +396,52 @@ def in_containers(node: NodeUnderTest) -> list[str]:
 
 
 HOOK, FRACTION = "apply-cuda-memory-limits", "XLA_PYTHON_CLIENT_MEM_FRACTION=0.0696"
+
+
+READ, SET = "nvmlDeviceGetMemoryLimits_v1", "nvmlDeviceSetMemoryLimits_v1"
+
+
+@pytest.mark.parametrize(
+    ("end", "limit_now", "why"),
+    [
+        pytest.param(lambda node: enable_mig(node.nvml), "none", "in MIG mode by cgroup", id="MIG mode"),
+        pytest.param(fail(READ, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND), "none", "615 and newer can", id="other driver"),
+        pytest.param(lose_cgroup_v2, "none", "is not cgroup v2", id="no cgroup v2"),
+        pytest.param(lose_dmem, "none", "the cgroup has no dmem.max", id="no controller"),
+        pytest.param(fail(READ, pynvml.NVML_ERROR_UNKNOWN), "unknown", "NVML says UNKNOWN", id="no answer to this"),
+        pytest.param(lambda node: node.faults.lose_gpu(0), "unknown", "GPU_IS_LOST", id="no answer at all"),
+    ],
+)
+def test_a_claim_says_once_that_nothing_holds_it_to_its_memory_any_more_and_that_it_is_held_again(
+    node: NodeUnderTest, end: Callable[[SimulatedNode], object], limit_now: str, why: str
+) -> None:
+    events = KeptEvents()
+    watching = watch(node, events)
+    node.preparer.prepare(node.api.allocate("claim", part(6, "s1"), pods=(POD,)))
+    scan(node, watching)
+    assert shown(node)[0] == "cgroup"
+    node.changes.clear()
+    end(node.simulated)
+    scan(node, watching)
+    assert shown(node)[0] == limit_now
+    assert why in shown(node)[1]
+    assert node.changes == ["held"], "status.devices is written again, once"
+    bring_back(node.simulated)
+    scan(node, watching)
+    assert shown(node)[0] == "cgroup"
+    assert limit(node, POD) == 6
+    assert [reason for _, reason, _ in events.told] == ["MemoryLimited", "MemoryNotLimited", "MemoryLimited"]
+    assert why in events.told[1][2]
+
+
+def test_a_restarted_plugin_does_not_report_again_that_nothing_holds_a_claim_to_its_memory(node: NodeUnderTest) -> None:
+    node.preparer.prepare(node.api.allocate("claim", part(6, "s1"), pods=(POD,)))
+    enable_mig(node.simulated.nvml)
+    scan(node, watch(node, KeptEvents()))
+    again, events = started(node.root), KeptEvents()
+    assert shown(again)[0] == "none"
+    scan(again, watch(again, events))
+    assert events.told == []
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from kubelet_plugin.step_names import NodeStep, Observer
 from tests.harness.waiting import wait_for
 from tests.support.claims import NODE, opaque, result
 from tests.support.mps import LEGACY, WITH_PROTOCOL_3, MpsProcess, mps_node, mps_process, running
-from tests.support.node import KeptEvents, NodeUnderTest, start_node
+from tests.support.node import KeptChanges, KeptEvents, NodeUnderTest, start_node
 from tests.support.nvml_client import set_compute_mode
 
 BY_MPS = GpuSharing(lambda _: 0, strategy_of=parse_shared("all=mps").of)
@@ -101,7 +101,7 @@ def scan(node: NodeUnderTest) -> list[tuple[str, str, str]]:
     events = KeptEvents()
     settings = node.preparer.gpu_settings
     later = LaterPods(node.node, settings.memory, node.api)
-    watch = MemoryWatch(node.node, settings, later, PluginEvents(events.record, NODE))
+    watch = MemoryWatch(node.node, settings, later, PluginEvents(events.record, NODE), KeptChanges([]))
     watch.handle_scan(node.node.inventory.gpus)
     return events.told
 
