@@ -33,7 +33,7 @@ from kubelet_plugin.checkpoint.files import probe
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
 from kubelet_plugin.checkpoint.recorded_gpus import KnownGpus, held_shares, held_strategies
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
-from kubelet_plugin.claims.claim_memory import GpuSettingsOfClaims, memory_limit
+from kubelet_plugin.claims.claim_memory import GpuSettingsOfClaims, LimitProbe
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.preparer import ClaimReader, Preparer
@@ -394,7 +394,7 @@ def _discover(
     for warning in setting_warnings(settings, gpus):
         log.warning(warning)
     numbers, strategies = number_gpus([*gpus, *missing], kept), held_strategies(records)
-    sharing = settings.sharing.limited_by(partial(memory_limit, scanner.host.memory_limits))
+    sharing = settings.sharing.limited_by(LimitProbe(scanner.host.memory_limits))
     inventory = Inventory([*gpus, *missing], numbers, sharing, shares, strategies)
     inventory.update(gpus, {gpu.uuid: reasons[gpu.index] for gpu in missing if gpu.index in reasons})
     return inventory

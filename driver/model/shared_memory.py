@@ -48,13 +48,18 @@ class SharingStrategy(StrEnum):
 class MemoryLimit(StrEnum):
     """What holds a claim to its memory: the driver by cgroup, the MPS server, or nothing.
 
-    UNKNOWN: the driver does not say whether it can or does; slices and selectors take that for NONE.
+    UNKNOWN: the driver does not say.
     """
 
     CGROUP = "cgroup"
     MPS = "mps"
     NONE = "none"
     UNKNOWN = "unknown"
+
+    @property
+    def promised(self) -> MemoryLimit:
+        """What slices say, for selectors: what is unknown is no promise."""
+        return MemoryLimit.NONE if self is MemoryLimit.UNKNOWN else self
 
     @classmethod
     def _missing_(cls, value: object) -> MemoryLimit:

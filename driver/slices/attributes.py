@@ -95,7 +95,7 @@ SHARED_ONLY = (
     PARENT,
     DRIVER_VERSION,
     MEMORY_TYPE,
-    Fact("memoryLimit", "string", lambda device: device.shared.limit if device.shared else None),
+    Fact("memoryLimit", "string", lambda device: device.shared.limit.promised if device.shared else None),
 )
 
 MONITOR_NAMES = frozenset(fact.name for fact in COMMON) | {"uuid"}

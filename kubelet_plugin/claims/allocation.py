@@ -110,7 +110,7 @@ def resolve(reference: ClaimReference, claim: Claim, pool: Pool, inventory: Inve
 
 
 def _without_limit(device: Device) -> Device:
-    if device.shared is None or device.shared.limit is not MemoryLimit.CGROUP:
+    if device.shared is None or device.shared.limit is MemoryLimit.MPS:
         return device
     return replace(device, shared=replace(device.shared, limit=MemoryLimit.NONE))
 

@@ -36,18 +36,31 @@ LimitNow = tuple[MemoryLimit, str]
 """What holds claims to their memory, and why nothing is known to."""
 
 
-def memory_limit(limits: CgroupMemoryLimits, gpu: Gpu, strategy: SharingStrategy) -> MemoryLimit:
-    """What can hold claims to their memory of ``gpu``, which leaves MIG mode before they are prepared.
+class LimitProbe:
+    """What can hold claims to their memory of a GPU, which leaves MIG mode before they are prepared.
 
-    Nothing, as far as anybody knows, if it does not answer.
+    Asked at each scan. While NVML gives no answer, the last one counts: a prepare fails if the limit can't be set.
     """
-    try:
-        if limits.unsupported(gpu, outside_mig_mode=gpu.toggles_freely) is None:
-            return MemoryLimit.CGROUP
-    except RecoverableError as error:
-        log.warning("it is unknown whether GPU memory can be limited", extra={"gpu": gpu.uuid, "error": str(error)})
-        return MemoryLimit.NONE
-    return MemoryLimit.MPS if strategy is SharingStrategy.MPS else MemoryLimit.NONE
+
+    def __init__(self, limits: CgroupMemoryLimits) -> None:
+        self._limits = limits
+        self._last: dict[str, MemoryLimit] = {}
+        self._silent: set[str] = set()
+
+    def __call__(self, gpu: Gpu, strategy: SharingStrategy) -> MemoryLimit:
+        is_mps = strategy is SharingStrategy.MPS
+        try:
+            why = self._limits.unsupported(gpu, outside_mig_mode=gpu.toggles_freely)
+        except RecoverableError as error:
+            if gpu.uuid not in self._silent:
+                extra = {"gpu": gpu.uuid, "error": str(error)}
+                log.warning("it is unknown whether GPU memory can be limited", extra=extra)
+            self._silent.add(gpu.uuid)
+            return self._last.get(gpu.uuid, MemoryLimit.MPS if is_mps else MemoryLimit.UNKNOWN)
+        self._silent.discard(gpu.uuid)
+        without_cgroup = MemoryLimit.MPS if is_mps else MemoryLimit.NONE
+        self._last[gpu.uuid] = MemoryLimit.CGROUP if why is None else without_cgroup
+        return self._last[gpu.uuid]
 
 
 class ClaimMemory:

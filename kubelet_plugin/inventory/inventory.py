@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from driver.model.device import (
@@ -116,15 +116,17 @@ class Inventory:
         """
         present = {gpu.uuid: gpu for gpu in gpus}
         # NVML says what limits the memory of a GPU. One that does not answer must not hold the lock.
-        memory = {uuid: self._memory_of(gpu) for uuid, gpu in present.items() if self._gpus.get(uuid) != gpu}
+        memory = {uuid: self._memory_of(gpu) for uuid, gpu in present.items()}
         with self._lock:
+            limited = {uuid for uuid in memory if self._memory.get(uuid) != memory[uuid]}
             self._memory |= memory
             self._apply_switched()
             missing = {uuid: faults.get(uuid, "NVML no longer finds it") for uuid in self._gpus if uuid not in present}
-            changed = missing != self._faults or any(self._gpus.get(uuid) != gpu for uuid, gpu in present.items())
+            differs = any(self._gpus.get(uuid) != gpu for uuid, gpu in present.items())
+            changed = differs or bool(limited) or missing != self._faults
             if changed:
                 self._faults = missing
-                self._replace({**self._gpus, **present})
+                self._replace({**self._gpus, **present}, limited)
         return changed
 
     def set_mig_mode(self, gpu: Gpu, mode: MigMode) -> None:
@@ -144,11 +146,11 @@ class Inventory:
         if any(self._gpus[uuid] != gpu for uuid, gpu in changed.items()):
             self._replace({**self._gpus, **changed})
 
-    def _replace(self, gpus: dict[str, Gpu]) -> None:
-        """The caller holds the lock."""
+    def _replace(self, gpus: dict[str, Gpu], limited: Container[str] = ()) -> None:
+        """``limited``: GPUs whose memory is limited in another way now. The caller holds the lock."""
         self._numbers |= number_gpus(gpus.values(), self._numbers)
         for uuid, gpu in gpus.items():
-            if self._gpus.get(uuid) is not gpu:
+            if self._gpus.get(uuid) is not gpu or uuid in limited:
                 number, shares = self._numbers[uuid], self._sharing.shares_of(gpu)
                 held = self._held_shares.get(uuid, {})
                 memory, shared = self._memory[uuid], self._shared(gpu)
@@ -165,7 +167,7 @@ class Inventory:
         }
 
     def _shared(self, gpu: Gpu) -> SharedMemory | None:
-        """How claims share ``gpu`` by memory from now on, as NVML said when it was found; None: they do not."""
+        """How claims share ``gpu`` by memory from now on, as NVML said at the last scan; None: they do not."""
         return None if self._sharing.strategy_of(gpu) is None else self._memory[gpu.uuid]
 
     def _memory_of(self, gpu: Gpu) -> SharedMemory | None:

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from kubelet_plugin.changes import ChangeNotifier, GpuChange, HardwareOutcomes, 
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
 from kubelet_plugin.checkpoint.recorded_gpus import held_shares, held_strategies
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
-from kubelet_plugin.claims.claim_memory import GpuSettingsOfClaims, memory_limit
+from kubelet_plugin.claims.claim_memory import GpuSettingsOfClaims, LimitProbe
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.cleanup import ClaimCleanup
 from kubelet_plugin.claims.partitions import Partitions
@@ -179,7 +178,7 @@ def start_node(
     found, _ = scanner.discover()
     kept = {device.gpu_uuid: device.number for record in records for device in record.devices}
     parts = held_shares(records), held_strategies(records)
-    limited = sharing.limited_by(partial(memory_limit, host.memory_limits))
+    limited = sharing.limited_by(LimitProbe(host.memory_limits))
     inventory = Inventory(found, number_gpus(found, kept), limited, *parts)
     inventory.set_reserved({})
     scanner.discover(inventory)  # which asks for MIG mode

@@ -17,10 +17,12 @@ from driver.errors import HardwareError, StateError, UsageError
 from driver.kube.types import OwnerReference
 from driver.model.gpu_events_and_conditions import ConditionType
 from driver.model.gpu_settings import GpuSharing, parse_shared
+from driver.model.offer import DeviceKind
 from driver.model.shared_memory import MemoryLimit
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.gpu_load import SimulatedActivity, constant
 from driver.simulator.tree import CGROUPS
+from driver.slices.attributes import attributes
 from driver.step_observer import Moment, unobserved
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.reconcile.later_pods import OWNED_PODS_INTERVAL_SECONDS, PODS_INTERVAL_SECONDS, LaterPods
@@ -432,6 +434,33 @@ def test_a_claim_says_once_that_nothing_holds_it_to_its_memory_any_more_and_that
     assert limit(node, POD) == 6
     assert [reason for _, reason, _ in events.told] == ["MemoryLimited", "MemoryNotLimited", "MemoryLimited"]
     assert why in events.told[1][2]
+
+
+def test_what_the_driver_did_not_say_at_the_start_is_asked_again_and_unknown_until_it_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = started(tmp_path)
+    make_cgroup(before.simulated, f"kubepods/burstable/pod{POD}")
+    before.simulated.faults.fail(READ, code=pynvml.NVML_ERROR_UNKNOWN)
+    node, events = started(tmp_path), KeptEvents()
+    watching = watch(node, events)
+    node.preparer.prepare(node.api.allocate("claim", part(6, "s1"), pods=(POD,)))
+    scan(node, watching)
+    assert shown(node)[0] == "unknown"
+    assert attribute(node) == "none", "nobody is promised a limit"
+    assert [record.message for record in caplog.records].count("it is unknown whether GPU memory can be limited") == 1
+    node.simulated.faults.clear()
+    assert node.scanner.scan(node.node.inventory), "the slices are written again"
+    scan(node, watching)
+    assert (shown(node)[0], attribute(node), limit(node, POD)) == ("cgroup", "cgroup", 6)
+    assert [reason for _, reason, _ in events.told] == ["MemoryNotLimited", "MemoryLimited"]
+    assert "it is unknown whether anything holds its programs to that at run time: " in events.told[0][2]
+
+
+def attribute(node: NodeUnderTest) -> str:
+    """The attribute memoryLimit of the shared device."""
+    devices = node.node.inventory.devices_on(node.node.inventory.gpus[0])
+    return next(str(attributes(d)["memoryLimit"]["string"]) for d in devices if d.kind is DeviceKind.SHARED)
 
 
 def test_a_restarted_plugin_does_not_report_again_that_nothing_holds_a_claim_to_its_memory(node: NodeUnderTest) -> None:
