@@ -43,13 +43,18 @@ class MpsShares:
     def mode_to_restore(self, device: Device) -> ComputeMode | None:
         """The compute mode to be recorded for a claim of ``device``: as before the first one. None: MPS is not used.
 
-        Raises HardwareError: MPS can't share the GPU.
+        Raises HardwareError: MPS can't share the GPU; MpsError.
         """
         if device.shared is None or device.shared.strategy is not SharingStrategy.MPS:
             return None
         modes = (part.compute_mode for r in self._checkpoint.records() for part in parts_by_mps(device.gpu, r))
         recorded = next((mode for mode in modes if mode is not None), None)
-        return self._modes.to_restore(device.gpu) if recorded is None else recorded
+        if recorded is not None:
+            return recorded
+        present = self._modes.to_restore(device.gpu)
+        # Set by us, perhaps, for a claim whose record was lost.
+        kept = self._kept_mode(device.gpu) if present is ComputeMode.EXCLUSIVE_PROCESS else None
+        return present if kept is None else kept
 
     def apply(self, gpu: Gpu, record: ClaimRecord) -> Mapping[str, MpsAccess]:
         """Admit ``record`` to the daemon of ``gpu``; returns what containers get, by key of the device.
@@ -62,7 +67,8 @@ class MpsShares:
         with self._step(NodeStep.SET_MEMORY_LIMIT, gpu=gpu.uuid, claim=record):
             self._modes.hold(gpu)
         with self._step(NodeStep.SET_MEMORY_LIMIT, gpu=gpu.uuid, claim=record):
-            daemon = self._client.ensure_daemon(gpu.uuid, protocol_for(gpu.driver_version))
+            protocol, mode = protocol_for(gpu.driver_version), parts[0].compute_mode
+            daemon = self._client.ensure_daemon(gpu.uuid, protocol, mode)
             self._seen.setdefault(gpu.uuid, daemon)
         with self._step(NodeStep.SET_MEMORY_LIMIT, gpu=gpu.uuid, claim=record):
             shares = [*self._others(gpu, record), *map(_share, parts)]
@@ -77,16 +83,15 @@ class MpsShares:
         parts = parts_by_mps(gpu, record)
         if not parts:
             return
-        others = self._others(gpu, record)
+        others, mode = self._others(gpu, record), parts[0].compute_mode
         try:
             with self._step(NodeStep.LIFT_MEMORY_LIMIT, gpu=gpu.uuid, claim=record):
                 for part in parts:
                     self._client.dismiss(DaemonState(gpu.uuid), namespace_of(part.share_id), others)
-                if not others:
-                    self._end(gpu)
+                if not others and not self._checkpoint.unrecorded:
+                    self._end(gpu, restore_kept_mode=mode is None)
         except MpsError as error:
             log.warning("can't take a claim from MPS yet", extra={"claim": str(record), "error": str(error)})
-        mode = parts[0].compute_mode
         if not others and mode is not None:
             with self._step(NodeStep.LIFT_MEMORY_LIMIT, gpu=gpu.uuid, claim=record):
                 self._modes.restore(gpu, mode)
@@ -97,21 +102,36 @@ class MpsShares:
 
     def check(self, gpu: Gpu) -> str:
         """End what no claim uses, and return why the programs of claims have failed since the last call; "": they have
-        not. Then ``apply`` is necessary for each claim. Raises MpsError.
+        not. Then ``apply`` is necessary for each claim. Raises HardwareError, MpsError.
         """
-        users = self._users(gpu)
+        # Claims without a record may use the daemon and their namespaces.
+        users, all_known = self._users(gpu), not self._checkpoint.unrecorded
+        if not users and not all_known:
+            return ""
         if not users:
-            self._end(gpu)
+            self._end(gpu, restore_kept_mode=True)
             return ""
         now = next(iter(self._client.daemons(gpu.uuid)), DaemonState(gpu.uuid))
         lost = lost_gpus([self._seen.get(gpu.uuid, now)], [now]).get(gpu.uuid, "")
         self._seen[gpu.uuid] = now
         admitted = {namespace_of(part.share_id) for record in users for part in parts_by_mps(gpu, record)}
-        for namespace in set(now.namespaces) - admitted:
+        for namespace in set(now.namespaces) - admitted if all_known else ():
             self._client.dismiss(now, namespace, [])
         return lost if lost or now.pid else "no MPS control daemon runs"
 
-    def _end(self, gpu: Gpu) -> None:
+    def _kept_mode(self, gpu: Gpu) -> ComputeMode | None:
+        """The compute mode that is kept with the daemon of ``gpu``. Raises MpsError."""
+        kept = [state.mode for state in self._client.daemons(gpu.uuid)] if self._client.has_directory(gpu.uuid) else []
+        return next((mode for mode in ComputeMode if mode in kept), None)
+
+    def _end(self, gpu: Gpu, *, restore_kept_mode: bool) -> None:
+        """End the daemon of ``gpu``. ``restore_kept_mode``: no record has the compute mode of the GPU.
+
+        Raises HardwareError, MpsError.
+        """
+        kept = self._kept_mode(gpu) if restore_kept_mode else None
+        if kept is not None:
+            self._modes.restore(gpu, kept)
         self._client.end_daemon(gpu.uuid)
         self._seen.pop(gpu.uuid, None)
 

@@ -114,10 +114,11 @@ class MpsClient:
             raise self._unreadable(error) from error
         return [state for state in states if gpu in ("", state.gpu)]
 
-    def ensure_daemon(self, gpu: str, protocol: int, uid: int | None = None) -> DaemonState:
+    def ensure_daemon(self, gpu: str, protocol: int, mode: int | None = None, uid: int | None = None) -> DaemonState:
         """Start the daemon of a GPU (UUID) unless it runs.
 
-        ``uid``: whose processes may use it if it has no multi-user server; None: those of the first client's user.
+        ``mode``: the compute mode that the GPU had before its first claim, to be kept with the daemon. ``uid``: whose
+        processes may use it if it has no multi-user server; None: those of the first client's user.
         """
         program = find_program(self._driver_root, PROGRAM)
         if program is None:
@@ -132,6 +133,7 @@ class MpsClient:
             library=self._library(),
             protocol=protocol,
             uid=uid,
+            mode=mode,
         )
         try:
             return daemon_state(answer["daemon"])

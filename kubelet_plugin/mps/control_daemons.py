@@ -41,7 +41,10 @@ NEARLY_NOTHING = ("--pinned-memory-limit=1M", "--active-thread-percentage=1")
 
 
 class DaemonRecord(NamedTuple):
-    """How a GPU's daemon was started, and with protocol 2 the limits of its servers (MiB, percent; 0: none set)."""
+    """How a GPU's daemon was started, and with protocol 2 the limits of its servers (MiB, percent; 0: none set).
+
+    ``mode`` as in DaemonState: like a compute mode, the directory outlives both processes and no reboot.
+    """
 
     gpu: str
     program: str
@@ -52,6 +55,7 @@ class DaemonRecord(NamedTuple):
     memory: int = 0
     threads: int = 100
     ending: bool = False
+    mode: int | None = None
 
 
 class ControlDaemons:
@@ -122,7 +126,7 @@ class ControlDaemons:
             raise ControlError(f"protocol: {protocol} is not known; accepted: {LEGACY}, {NAMESPACES}")
         directory = gpu_directory(self._base, gpu)
         uid = request.get("uid")
-        record = DaemonRecord(gpu, request["program"], request["library"], protocol, uid=uid)
+        record = DaemonRecord(gpu, request["program"], request["library"], protocol, uid=uid, mode=request.get("mode"))
         tool = self._tool(record)
         before = _read(directory)
         if before is not None and before.ending:
@@ -132,7 +136,8 @@ class ControlDaemons:
             record = before
         else:
             if before is not None:
-                record = record._replace(memory=before.memory, threads=before.threads)
+                mode = record.mode if before.mode is None else before.mode
+                record = record._replace(memory=before.memory, threads=before.threads, mode=mode)
             for name in ("", PIPE, CLIENT, LOG):
                 os.makedirs(f"{directory}/{name}", 0o755, exist_ok=True)  # noqa: PTH103
             _write(directory, record)
@@ -244,7 +249,7 @@ class ControlDaemons:
 
     def _state(self, record: DaemonRecord) -> DaemonState:
         tool = self._tool(record)
-        state = DaemonState(record.gpu, record.protocol, tool.daemon(), record.multi_user)
+        state = DaemonState(record.gpu, record.protocol, tool.daemon(), record.multi_user, mode=record.mode)
         if not state.pid:
             return state
         try:

@@ -8,7 +8,7 @@ field, or a field that is necessary, needs a new version.
 
     status gpu                                      ``daemons``: what is in each directory, or in that of the GPU, see
                                                     DaemonState
-    start  gpu program library protocol uid         start the GPU's daemon unless it runs; ``daemon``
+    start  gpu program library protocol uid mode    start the GPU's daemon unless it runs; ``daemon``
     limit  gpu namespace memory threads             set the limits (MiB, percent): of the namespace (protocol 3), or
                                                     of all servers of the daemon (protocol 2)
     remove gpu namespace memory threads             delete a namespace (protocol 3), or set the limits that the other
@@ -54,6 +54,7 @@ class DaemonState(NamedTuple):
 
     ``multi_user``: processes of all users share one server; else those of other users wait until it has no client.
     ``answers``: False if the daemon runs and gives no answer; then its servers and namespaces are not known.
+    ``mode``: the compute mode that the GPU had before its first claim, as the node plugin said; None: it is not known.
     """
 
     gpu: str
@@ -63,6 +64,7 @@ class DaemonState(NamedTuple):
     servers: tuple[int, ...] = ()
     namespaces: tuple[str, ...] = ()
     answers: bool = True
+    mode: int | None = None
 
 
 def daemon_state(fields: dict[str, Any]) -> DaemonState:

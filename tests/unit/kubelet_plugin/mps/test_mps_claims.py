@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -236,3 +236,32 @@ def test_what_mps_can_not_do_is_refused(
         with pytest.raises(ClaimError, match=message):
             node.preparer.prepare(node.api.allocate("claim", *devices, config=config))
         assert node.nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("loses_spec", "released_by"),
+    [
+        pytest.param(False, lambda node, claim: prepare_and_unprepare(node, claim), id="its record is rebuilt"),
+        pytest.param(False, lambda node, claim: node.preparer.unprepare(claim), id="it is released by its CDI spec"),
+        pytest.param(True, lambda *_: None, id="nothing is left of it"),
+    ],
+)
+def test_the_compute_mode_comes_back_though_the_record_that_had_it_is_lost(
+    process: MpsProcess,
+    node: NodeUnderTest,
+    loses_spec: bool,
+    released_by: Callable[[NodeUnderTest, ClaimReference], None],
+) -> None:
+    claim = node.api.allocate("claim", part(2))
+    node.preparer.prepare(claim)
+    before = process.client.daemons()
+    for folder in ("state/claims", "cdi") if loses_spec else ("state/claims",):
+        for path in (node.root / folder).iterdir():
+            path.unlink()
+    again = plugin(process, api=node.api)
+    scan(again)
+    if not loses_spec:
+        assert process.client.daemons() == before, "its programs may run"
+    released_by(again, claim)
+    scan(again)
+    assert nothing_left(process, again)
