@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,9 +108,9 @@ class ClaimMemory:
         }
         return used, unlimited
 
-    def running(self, pod_uids: Iterable[str]) -> Iterable[str]:
-        """The pods that have a cgroup."""
-        return self._limits.running(pod_uids)
+    def running(self) -> set[str]:
+        """The UIDs of all pods that have a cgroup, whether they use a GPU or not."""
+        return self._limits.all_running()
 
     def limit_now(self, gpu: Gpu) -> LimitNow:
         """CGROUP if pods can be held to their memory of ``gpu`` as it is now, else NONE or UNKNOWN."""

@@ -101,6 +101,10 @@ class PodMemoryLimits:
             else:
                 log.info("removed the limit on GPU memory", extra={"gpu": gpu.uuid, "podUID": pod_uid})
 
+    def all_running(self) -> set[str]:
+        """The UIDs of all pods that have a cgroup, whether they use a GPU or not."""
+        return self._cgroups.uids()
+
     def running(self, pod_uids: Iterable[str]) -> dict[str, Path]:
         """The cgroups of the pods that have one."""
         paths = ((pod_uid, self._cgroups.find(pod_uid, expected=False)) for pod_uid in pod_uids)

@@ -72,6 +72,8 @@ class MemoryWatch:
                 self._check_mps(gpu)
         shared = [record for record in self._stores.prepared() if any(entry.gib for entry in record.devices)]
         self._reported &= {(record.uid, uuid) for record in shared for uuid in record.gpu_uuids}
+        if shared:
+            self._later_pods.find_started()
         for uuid in sorted({uuid for record in shared for uuid in record.gpu_uuids if record.shared_gib(uuid)}):
             records = [record for record in shared if record.shared_gib(uuid)]
             try:

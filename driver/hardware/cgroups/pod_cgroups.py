@@ -23,6 +23,8 @@ QUALITIES = ("", "burstable", "besteffort")
 POD_UID = re.compile(r"[0-9a-z][0-9a-z-]*")
 """Pods from the API server have UUIDs; static pods have a hash without dashes."""
 
+POD_CGROUP = re.compile(r"(?:.+-)?pod([0-9a-z][0-9a-z_-]*)(?:\.slice)?")
+
 SEARCHED_LEVELS = 6
 """How deep the parent of pods is searched: a kubelet in a container has that container's cgroup above its own."""
 
@@ -49,6 +51,15 @@ class PodCgroups:
             self._parents = tuple(_parents_of_pods(self._top))
             cgroup = self._find_below_parents(pod_uid)
         return cgroup
+
+    def uids(self) -> set[str]:
+        """The UIDs of all pods that have a cgroup."""
+        self._parents = self._parents or tuple(_parents_of_pods(self._top))
+        children = [child for parent in self._parents for child in _directories(parent)]
+        qualities = [child for child in children if child.name.removesuffix(".slice").endswith(QUALITIES[1:])]
+        below = [child for quality in qualities for child in _directories(quality)]
+        matches = (POD_CGROUP.fullmatch(child.name) for child in (*children, *below))
+        return {match[1].replace("_", "-") for match in matches if match}
 
     def _find_below_parents(self, pod_uid: str) -> Path | None:
         paths = (path for parent in self._parents for path in _pod_paths(parent, pod_uid))

@@ -46,6 +46,7 @@ def test_a_pod_is_found_with_each_cgroup_driver_quality_and_root(tmp_path: Path,
     made = make(tmp_path, "system.slice/ssh.service", f"{path}/container", path.replace(uid[:4], "0000"), "user.slice")
     (made.parent / "cgroup.procs").touch()
     assert cgroups_of(tmp_path).find(uid) == tmp_path / "sys/fs/cgroup" / path
+    assert cgroups_of(tmp_path).uids() == {uid, uid.replace(uid[:4], "0000")}
 
 
 def test_pods_of_two_kubelets_are_found_also_of_one_that_starts_later(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from driver.model.offer import DeviceKind
 from driver.model.shared_memory import MemoryLimit
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.gpu_load import SimulatedActivity, constant
-from driver.simulator.tree import CGROUPS
+from driver.simulator.tree import CGROUPS, MACHINE_CGROUPS
 from driver.slices.attributes import attributes
 from driver.step_observer import Moment, unobserved
 from kubelet_plugin.inventory.inventory import ClaimReference
@@ -60,6 +60,7 @@ def started(
 @pytest.fixture
 def node(tmp_path: Path) -> NodeUnderTest:
     found = started(tmp_path)
+    (found.simulated.root / MACHINE_CGROUPS).unlink(missing_ok=True)  # pods of the machine that runs the test
     for pod in (POD, OTHER, LATER):
         make_cgroup(found.simulated, f"kubepods/burstable/pod{pod}")
     return found
@@ -272,6 +273,27 @@ def test_a_pod_that_uses_a_claim_later_is_held_to_it_too_and_their_sum_is_watche
     assert node.api.reads == reads, "the API server is not asked at each scan"
     node.preparer.unprepare(claim)
     assert [limit(node, pod) for pod in (POD, LATER)] == [None, None]
+
+
+def test_a_pod_that_starts_on_the_node_makes_the_next_scan_ask_who_uses_the_claims_of_several_pods(
+    node: NodeUnderTest,
+) -> None:
+    now, late = [0.0], "late-pod"
+    node.preparer.prepare(node.api.allocate("claim", part(6, "s1"), pods=(POD,)))
+    watching = watch(node, KeptEvents(), clock=lambda: now[0])
+
+    def reads_of_next_scan() -> int:
+        before, now[0] = node.api.reads, now[0] + 5
+        watching.handle_scan(node.node.inventory.gpus)
+        return node.api.reads - before
+
+    assert [reads_of_next_scan() for _ in range(3)] == [1, 0, 0]
+    node.api.allocate("claim", part(6, "s1"), pods=(POD, late))
+    make_cgroup(node.simulated, f"kubepods/burstable/pod{late}")
+    assert [reads_of_next_scan() for _ in range(3)] == [1, 0, 0]
+    assert limit(node, late) == 6
+    node.preparer.prepare(node.api.allocate("another", part(6, "s2"), pods=(OTHER,)))
+    assert [reads_of_next_scan() for _ in range(2)] == [1, 0], "only the new claim, whose pod it knows"
 
 
 def test_pods_of_a_claim_that_have_ended_are_forgotten(node: NodeUnderTest) -> None:
