@@ -87,9 +87,10 @@ class MemoryWatch:
         self._report_above(len(above))
 
     def _check_limits(self, uuid: str, gpu: Gpu | None, records: list[ClaimRecord]) -> Mapping[str, int]:
-        """Set what limits can be set on a GPU, and report what holds its claims; None: it does not answer.
+        """Set what limits can be set on a GPU, and report what holds its claims.
 
-        Returns the bytes that each limited pod uses. ``records`` are then as they are now. Raises StateError.
+        ``gpu``: None if it does not answer. ``records`` are replaced by what they are then. Returns the bytes that each
+        limited pod uses. Raises StateError.
         """
         by_pod: Mapping[str, int] = {}
         unlimited: Mapping[str, LimitNow] = {}
@@ -118,7 +119,8 @@ class MemoryWatch:
         """Record what holds a claim to its memory of a GPU if that has changed, so that its status says so."""
         if limit is _limit(uuid, record):
             return record
-        with self._stores.locks.hold([claim_key(record.uid), *record.gpu_uuids], f"noting the limit of claim {record}"):
+        # Not the lock of the GPU: work on it may hang, and a scan must go on.
+        with self._stores.locks.hold([claim_key(record.uid)], f"noting the limit of claim {record}"):
             current = self._stores.checkpoint.get(record.uid)
             if current is None or current.needs_release:
                 return record

@@ -161,6 +161,12 @@ class SharedNode:
                 totals[result["device"]] += int(result["consumedCapacity"]["memory"].removesuffix("Gi"))
         return totals
 
+    def reported(self) -> set[str]:
+        """What holds claims to their memory, by their status."""
+        entries = [entry for claim in self.claims() for entry in claim["status"].get("devices", ())]
+        assert all(entry["shareID"] for entry in entries)
+        return {entry["data"]["memory"]["limit"] for entry in entries}
+
     def limits(self) -> dict[str, int]:
         """GiB to which each pod is limited, by its name."""
         node, paths = self.simulated, HostPaths(self.plugin.host_root, self.plugin.host_root)
@@ -212,9 +218,11 @@ def test_many_pods_share_gpus_and_each_is_held_to_its_memory(shared: SharedNode)
     if has_limits:
         shared.simulated.reload_driver()
         wait_for(lambda: shared.limits() == wanted, SOON_S, "lost limits set again")
-    [status] = shared.claims()[0]["status"]["devices"]
-    assert status["shareID"]
-    assert status["data"]["memory"]["limit"] == ("cgroup" if has_limits else "none")
+        fault = shared.simulated.faults.fail("nvmlDeviceGetMemoryLimits_v1", code=pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+        wait_for(lambda: shared.reported() == {"none"}, SOON_S, "claims that say that their limits have ended")
+        shared.simulated.faults.clear(fault)
+    reported = {"cgroup" if has_limits else "none"}
+    wait_for(lambda: shared.reported() == reported, SOON_S, "claims that say what holds them to their memory")
     shared.workloads.delete_pods(*wanted)
     wait_for(lambda: not list((shared.plugin.state_dir / "claims").iterdir()), SOON_S, "no record left")
     assert not list(Path(shared.plugin.node.cdi_dir).glob("*claim_*"))
