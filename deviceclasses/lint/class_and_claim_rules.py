@@ -147,7 +147,7 @@ def _claim(devices: Mapping[str, Any], path: str, context: LintContext) -> Itera
     yield from unsatisfiable_constraints(requests, constraints, context)
     yield from too_many_devices(requests, path)
     yield from share_issues(requests, constraints, context)
-    yield from shared_gpu_issues(requests, context)
+    yield from shared_gpu_issues(requests, constraints, context)
 
 
 def _parameter_issues(owner: Mapping[str, Any], path: str, context: LintContext) -> Iterator[Issue]:

@@ -41,6 +41,7 @@ DEVICE_NAMES = {
 MAX_LISTED_CLASSES = 3
 EXAMPLE = f"{MEMORY_CAPACITY}: 6Gi"
 ONE_PART = "one request for the memory of all gives a part of one GPU"
+NOT_BY_MPS = f"where GPUs are shared by MPS its pod does not start: {ONE_PART}"
 
 
 def parameter_mismatches(
@@ -110,8 +111,10 @@ def unsatisfiable_capacities(request: RequestFields, context: LintContext) -> It
             yield from requested_memory_issues(f"{path}.{name}", str(amount), programs, context.driver)
 
 
-def shared_gpu_issues(requests: Sequence[RequestFields], context: LintContext) -> Iterator[Issue]:
-    """Issues for requests that get a part of a shared GPU: without an amount of memory, or for several parts."""
+def shared_gpu_issues(
+    requests: Sequence[RequestFields], constraints: Sequence[ConstraintFields], context: LintContext
+) -> Iterator[Issue]:
+    """Issues for requests that get a part of a shared GPU: without an amount of memory, or for parts of several."""
     parts = [
         request
         for request in requests
@@ -124,12 +127,14 @@ def shared_gpu_issues(requests: Sequence[RequestFields], context: LintContext) -
             message = f"without memory the request gets all memory of a GPU: add capacity: {{requests: {{{EXAMPLE}}}}}"
             yield Issue(path, shown(request.raw.get("capacity")), message)
         if request.count > 1:
-            message = f"asks for parts of {request.count} GPUs, each with that memory: {ONE_PART}"
+            message = f"asks for parts of {request.count} GPUs, each with that memory; {NOT_BY_MPS}"
             yield Issue(f"{request.path}.count", shown(request.count), message, Severity.WARNING)
+    parent = f"{context.driver}/{PARENT.name}"
+    together = [constraint for constraint in constraints if not constraint.distinct and constraint.attribute == parent]
     for index, request in enumerate(parts):
         earlier = next((other for other in parts[:index] if other.base != request.base), None)
-        if earlier is not None:
-            message = f"together with request {earlier.name} may get two parts of one GPU: {ONE_PART}"
+        if earlier and not any(constraint.covers(earlier) and constraint.covers(request) for constraint in together):
+            message = f"together with request {earlier.name} may get parts of two GPUs, or two of one; {NOT_BY_MPS}"
             yield Issue(f"{request.path}.deviceClassName", shown(request.class_name), message, Severity.WARNING)
 
 

@@ -24,6 +24,7 @@ POLICIES = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies"
 POLICY = "fitting-class.gpu.tessera.dev"
 OURS, NVIDIAS = "gpu.tessera.dev/v1alpha1", "resource.nvidia.com/v1beta1"
 FULL, PARTITION, SHARE, NVLINK = "gpu-training", "gpu-inference", "gpu-dev", "gpu-training-nvlink"
+SHARED = "gpu-shared"
 ONE = "gpu-inference-1g-10gb"
 DEVICE = f'device.attributes["{DRIVER}"]'
 
@@ -238,6 +239,42 @@ class TestSeveralGpusJoinedByNvlink:
         assert "request gpu/a asks for 2 GPUs of class gpu-training-nvlink" in refusal(cluster, [either])
         for constraint in (self.clique, {**self.clique, "requests": ["gpu/a"]}):
             assert not refusal(cluster, [either], constraints=[constraint])
+
+
+@pytest.mark.needs("consumable capacity")
+class TestPartsOfSeveralGpusByMps:
+    def part(self, name: str, **more: Any) -> Object:
+        capacity = {"requests": {"memory": "6Gi"}}
+        return {"name": name, "exactly": {"deviceClassName": SHARED, "capacity": capacity, **more}}
+
+    def by_mps(self, *requests: str) -> Object:
+        entry = parameters("SharedConfig", *requests)
+        entry["opaque"]["parameters"]["strategy"] = "MPS"
+        return entry
+
+    def test_are_refused_with_what_to_write_instead(self, cluster: Cluster) -> None:
+        assert refusal(cluster, [self.part("gpu", count=2)], [self.by_mps()]) == (
+            "request gpu asks for several GPUs by MPS, and a program can use one: make it one request without count, "
+            "with the sum of the memory, or take class gpu-training or gpu-inference"
+        )
+        assert refusal(cluster, [self.part("a"), self.part("b")], [self.by_mps()]).endswith(
+            f"for parts of one GPU add to constraints {{requests: [a, b], matchAttribute: {DRIVER}/parentUUID}}"
+        )
+
+    def test_that_may_be_of_one_gpu_or_in_turns_are_let_through(self, cluster: Cluster) -> None:
+        two = [self.part("a"), self.part("b")]
+        assert not refusal(cluster, two)
+        assert not refusal(cluster, two, [self.by_mps("a")])
+        assert not refusal(cluster, two, [self.by_mps()], [{"matchAttribute": f"{DRIVER}/parentUUID"}])
+
+    def test_in_the_largest_claim_that_the_api_takes_are_not_too_many_to_judge(self, cluster: Cluster) -> None:
+        alternative = self.part("a")["exactly"]
+        eight = [{"name": f"choice-{number}", **alternative} for number in range(8)]
+        requests = [{"name": f"request-{number:02}", "firstAvailable": eight} for number in range(32)]
+        names = [f"{request['name']}/choice-0" for request in requests]
+        together = [{"matchAttribute": f"{DRIVER}/parentUUID"}]
+        assert not refusal(cluster, requests, [parameters("SharedConfig", *names)] * 32, together * 32)
+        assert "ask for several GPUs by MPS" in refusal(cluster, requests, [self.by_mps(*names)] * 32)
 
 
 def test_a_claim_without_requests_is_let_through(cluster: Cluster) -> None:

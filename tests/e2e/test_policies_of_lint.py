@@ -76,8 +76,8 @@ SHARING = some(
 PARAMETERS = st.builds(
     lambda version, kind, rest: {"apiVersion": version, "kind": kind, **rest},
     st.sampled_from(["gpu.tessera.dev/v1alpha1", "gpu.tessera.dev/v1alpha1", "resource.nvidia.com/v1beta1", "v1", 1]),
-    st.sampled_from(["GpuConfig", "MigDeviceConfig", "ShareConfig", "VfioDeviceConfig", "Other"]),
-    st.just({}) | some(sharing=SHARING | st.none() | st.just("x"), other=st.just([1])),
+    st.sampled_from(["GpuConfig", "MigDeviceConfig", "ShareConfig", "SharedConfig", "VfioDeviceConfig", "Other"]),
+    st.just({}) | SHARING | some(sharing=SHARING | st.none() | st.just("x"), other=st.just([1])),
 )
 OPAQUE = PARAMETERS.map(lambda parameters: {"driver": DRIVER, "parameters": parameters})
 CONFIG = st.lists(st.fixed_dictionaries({"opaque": OPAQUE}, optional={"requests": NAMES}), max_size=2)

@@ -286,8 +286,8 @@ OWN_SHARED = device_class("own", f'{OURS} && {TYPE} == "shared"')
             "whose only capacity is memory",
         ),
         ([shared(amount="900Gi")], "warning", ".capacity.requests.memory", "no device of a known GPU"),
-        ([shared(count=2)], "warning", ".count", "asks for parts of 2 GPUs"),
-        ([shared("a"), shared("b", "own")], "warning", ".deviceClassName", "together with request a"),
+        ([shared(count=2)], "warning", ".count", "each with that memory; where GPUs are shared by MPS"),
+        ([shared("a"), shared("b", "own")], "warning", ".deviceClassName", "a may get parts of two GPUs"),
     ],
 )
 def test_a_request_for_a_part_of_a_gpu_that_gets_something_else_is_found(
@@ -303,6 +303,11 @@ def test_a_request_for_a_part_of_a_gpu_that_gets_something_else_is_found(
 @pytest.mark.parametrize("requests", [[shared()], [shared(amount="1")], [shared("a"), request("b", "gpu-training")]])
 def test_a_request_for_a_part_of_a_gpu_that_says_how_much_is_fine(requests: list[dict[str, Any]]) -> None:
     assert findings(claim(*requests)) == []
+
+
+def test_two_parts_that_a_constraint_keeps_on_one_gpu_are_let_be() -> None:
+    assert not told(shared("a"), shared("b"), constraints=[{"matchAttribute": f"{DRIVER}/parentUUID"}])
+    assert told(shared("a"), shared("b"), constraints=[{"matchAttribute": f"{DRIVER}/parentUUID", "requests": ["a"]}])
 
 
 @pytest.mark.parametrize(("device_type", "number"), [("shared", 1), ("gpu", 0), ("share", 0)])
