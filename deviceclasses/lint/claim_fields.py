@@ -5,15 +5,17 @@ Nothing in here trusts the shape of what people wrote.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from deviceclasses.lint.documents import Document, text
 from deviceclasses.lint.findings import Finding, Issue
 from deviceclasses.lint.selectors.selectable_kinds import may_select
-from driver.config.opaque_parameters import devices_for
+from driver.config.opaque_parameters import InvalidParameters, SharedConfig, Strategy, devices_for, parse_parameters
 from driver.model.offer import DeviceKind
+from driver.model.shared_memory import MemoryLimit
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +119,14 @@ def parameters_of(owner: Mapping[str, Any], driver: str) -> Iterator[tuple[int, 
 class ClassFacts:
     """Facts about an existing class: its selectors, the kinds of devices it can give, and whether it is for shares.
 
-    ``gives`` is empty if the class gives none of Tessera's devices, or is unknown.
+    ``gives`` is empty if the class gives none of Tessera's devices, or is unknown. ``strategy``: how its
+    parameters want a GPU shared.
     """
 
     selectors: tuple[str, ...]
     gives: frozenset[DeviceKind]
     shares: bool
+    strategy: Strategy | None = None
 
 
 UNKNOWN = ClassFacts((), frozenset(), shares=False)
@@ -130,27 +134,46 @@ UNKNOWN = ClassFacts((), frozenset(), shares=False)
 
 @dataclass(frozen=True, slots=True)
 class LintContext:
-    """The driver's name, and the classes by name."""
+    """The driver's name, the classes by name, and whether MPS limits the memory of a shared GPU in the given slices."""
 
     driver: str
     classes: Mapping[str, ClassFacts]
+    limits_by_mps: bool = False
 
     def facts(self, request: RequestFields) -> ClassFacts:
         return self.classes.get(request.class_name, UNKNOWN)
 
 
-def lint_context(classes: Sequence[Mapping[str, Any]], driver: str) -> LintContext:
-    """Build the context from the class objects; the last one of a name counts."""
-    return LintContext(driver, {name_of(device_class): _facts(device_class, driver) for device_class in classes})
+def lint_context(
+    classes: Sequence[Mapping[str, Any]], driver: str, slices: Iterable[Mapping[str, Any]] = ()
+) -> LintContext:
+    """Build the context from the class objects, of which the last one of a name counts, and ResourceSlices."""
+    specs = [settings_of(resource_slice, "spec") for resource_slice in slices]
+    devices = (device for spec in specs if spec.get("driver") == driver for _, device in entries(spec, "devices"))
+    limits = {text(settings_of(device, "attributes.memoryLimit"), "string") for device in devices}
+    facts = {name_of(device_class): _facts(device_class, driver) for device_class in classes}
+    return LintContext(driver, facts, MemoryLimit.MPS in limits)
 
 
 def _facts(device_class: Mapping[str, Any], driver: str) -> ClassFacts:
     spec = settings_of(device_class, "spec")
     selectors = tuple(expression for _, expression in selectors_of(spec, ""))
-    served = [devices_for(opaque.get("parameters")) for _, _, opaque in parameters_of(spec, driver)]
+    given = [opaque.get("parameters") for _, _, opaque in parameters_of(spec, driver)]
+    served = [devices_for(parameters) for parameters in given]
     meant, selected = frozenset[DeviceKind]().union(*served), may_select(selectors, driver)
     # A class with parameters for one kind of device is for that kind, even if its selectors accept others.
-    return ClassFacts(selectors, selected & meant if meant else selected, frozenset({DeviceKind.SHARE}) in served)
+    gives, shares = selected & meant if meant else selected, frozenset({DeviceKind.SHARE}) in served
+    strategies = [strategy for strategy in map(requested_strategy, given) if strategy]
+    return ClassFacts(selectors, gives, shares, strategies[-1] if strategies else None)
+
+
+def requested_strategy(parameters: object) -> Strategy | None:
+    """How parameters want a shared GPU shared; None: they do not say, or are for other devices."""
+    with suppress(InvalidParameters):
+        parsed = parse_parameters(parameters, "", DeviceKind.SHARED)
+        if isinstance(parsed, SharedConfig):
+            return parsed.strategy or ("MPS" if parsed.mps else None)
+    return None
 
 
 def settings_of(content: Mapping[str, Any], path: str) -> Mapping[str, Any]:

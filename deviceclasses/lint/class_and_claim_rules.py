@@ -40,6 +40,7 @@ from deviceclasses.lint.nvidia_driver import (
     of_nvidia_domain,
 )
 from deviceclasses.lint.satisfiability import (
+    little_memory_by_mps,
     parameter_mismatches,
     share_issues,
     shared_gpu_issues,
@@ -65,10 +66,14 @@ OTHER_KINDS = ("ResourceSlice", "DeviceTaintRule", "ResourcePoolStatusRequest")
 
 
 def lint(documents: Sequence[Document], installed: Iterable[Mapping[str, Any]], driver: str) -> Iterator[Finding]:
-    """Every finding, in the order of ``documents``; ``installed`` are classes that exist in addition."""
+    """Every finding, in the order of ``documents``; ``installed`` are classes that exist in addition.
+
+    ResourceSlices among the documents say what limits memory on the GPUs of the cluster.
+    """
     contents = [document.content for document in documents if isinstance(document.content, Mapping)]
     classes = (content for content in contents if kind_of(content) == "DeviceClass")
-    context = lint_context([*installed, *classes], driver)
+    slices = (content for content in contents if text(content, "kind") == "ResourceSlice")
+    context = lint_context([*installed, *classes], driver, slices)
     return findings_in(documents, lambda content: _issues(content, context))
 
 
@@ -148,6 +153,7 @@ def _claim(devices: Mapping[str, Any], path: str, context: LintContext) -> Itera
     yield from too_many_devices(requests, path)
     yield from share_issues(requests, constraints, context)
     yield from shared_gpu_issues(requests, constraints, context)
+    yield from little_memory_by_mps(devices, requests, context)
 
 
 def _parameter_issues(owner: Mapping[str, Any], path: str, context: LintContext) -> Iterator[Issue]:

@@ -17,19 +17,25 @@ from deviceclasses.lint.claim_fields import (
     RequestFields,
     parameters_of,
     request_names,
+    requested_strategy,
     selectors_of,
     settings_of,
 )
 from deviceclasses.lint.findings import Issue, Severity
 from deviceclasses.lint.selectors.attribute_catalogue import ATTRIBUTES, CAPACITIES, capacities_of, names_of
 from deviceclasses.lint.selectors.memory_bounds import requested_memory_issues
-from deviceclasses.lint.selectors.selectable_kinds import compiled_programs, may_select, may_select_monitors
+from deviceclasses.lint.selectors.selectable_kinds import (
+    compiled_programs,
+    may_select,
+    may_select_monitors,
+    possible_limits,
+)
 from driver.config.opaque_parameters import devices_for
 from driver.config.strict_schema import shown
 from driver.config.suggestions import meant
 from driver.kube.types import MAX_DEVICES
 from driver.model.offer import DeviceKind
-from driver.model.shared_memory import MEMORY_CAPACITY
+from driver.model.shared_memory import MEMORY_CAPACITY, MemoryLimit, gib_of
 from driver.slices.attributes import PARENT
 
 DEVICE_NAMES = {
@@ -40,6 +46,9 @@ DEVICE_NAMES = {
 }
 MAX_LISTED_CLASSES = 3
 EXAMPLE = f"{MEMORY_CAPACITY}: 6Gi"
+LEAST_GIB_BY_MPS = 2
+"""Less memory is hardly enough for a program where its context counts."""
+
 ONE_PART = "one request for the memory of all gives a part of one GPU"
 NOT_BY_MPS = f"where GPUs are shared by MPS its pod does not start: {ONE_PART}"
 
@@ -115,12 +124,7 @@ def shared_gpu_issues(
     requests: Sequence[RequestFields], constraints: Sequence[ConstraintFields], context: LintContext
 ) -> Iterator[Issue]:
     """Issues for requests that get a part of a shared GPU: without an amount of memory, or for parts of several."""
-    parts = [
-        request
-        for request in requests
-        if not request.has_admin_access
-        and _selected_kinds(context.facts(request), request.selectors, context) == {DeviceKind.SHARED}
-    ]
+    parts = _parts_of_shared_gpus(requests, context)
     for request in parts:
         path, amounts = f"{request.path}.capacity", settings_of(request.raw, "capacity.requests")
         if not any(name.rpartition("/")[2] == MEMORY_CAPACITY for name in amounts):
@@ -136,6 +140,41 @@ def shared_gpu_issues(
         if earlier and not any(constraint.covers(earlier) and constraint.covers(request) for constraint in together):
             message = f"together with request {earlier.name} may get parts of two GPUs, or two of one; {NOT_BY_MPS}"
             yield Issue(f"{request.path}.deviceClassName", shown(request.class_name), message, Severity.WARNING)
+
+
+def little_memory_by_mps(
+    devices: Mapping[str, Any], requests: Sequence[RequestFields], context: LintContext
+) -> Iterator[Issue]:
+    """Warnings about less memory than programs need where the MPS server limits it, as far as that is known."""
+    given = parameters_of(devices, context.driver)
+    asked = [(request_names(entry), requested_strategy(opaque.get("parameters"))) for _, entry, opaque in given]
+    for request in _parts_of_shared_gpus(requests, context):
+        amounts, facts = settings_of(request.raw, "capacity.requests"), context.facts(request)
+        gib = gib_of(amounts, LEAST_GIB_BY_MPS)
+        limits = possible_limits((*facts.selectors, *request.selectors), context.driver)
+        if gib is None or gib >= LEAST_GIB_BY_MPS or MemoryLimit.MPS not in limits:
+            continue
+        strategy = facts.strategy or ("MPS" if context.limits_by_mps else None)
+        for named, of_entry in asked:
+            if of_entry and (not named or request.name in named or request.base in named):
+                strategy = of_entry
+        if strategy == "MPS" or limits == {MemoryLimit.MPS}:
+            place = f"{request.path}.capacity.requests.{MEMORY_CAPACITY}"
+            message = (
+                "where the MPS server limits memory, the context of each CUDA process counts, about 514 MiB: request "
+                f"{LEAST_GIB_BY_MPS}Gi or more"
+            )
+            yield Issue(place, shown(amounts[MEMORY_CAPACITY]), message, Severity.WARNING)
+
+
+def _parts_of_shared_gpus(requests: Sequence[RequestFields], context: LintContext) -> list[RequestFields]:
+    """The requests that certainly get a part of a shared GPU, and nothing else."""
+    return [
+        request
+        for request in requests
+        if not request.has_admin_access
+        and _selected_kinds(context.facts(request), request.selectors, context) == {DeviceKind.SHARED}
+    ]
 
 
 def _monitor_issues(request: RequestFields, context: LintContext) -> Iterator[Issue]:

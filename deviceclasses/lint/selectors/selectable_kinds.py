@@ -1,4 +1,5 @@
-"""Partial evaluation: which kinds of Tessera's devices selectors may accept, by type and profile alone.
+"""Partial evaluation: which kinds of Tessera's devices selectors may accept, by type and profile alone, and which
+shared devices, by what limits the memory of claims.
 
 All other attributes are unknown, so an expression that depends on one has no verdict and may accept the device. Only
 "false" excludes a kind.
@@ -16,7 +17,7 @@ from deviceclasses.cel.values import EvaluationError, Map, Value
 from deviceclasses.lint.selectors.attribute_catalogue import names_of, values
 from driver.model.device import MONITOR_TYPE
 from driver.model.offer import DeviceKind
-from driver.model.shared_memory import SHARING_FIELD
+from driver.model.shared_memory import SHARING_FIELD, MemoryLimit
 from driver.slices.attributes import NO_PROFILE
 
 
@@ -50,6 +51,19 @@ def may_select_monitors(expressions: Iterable[str], driver: str) -> bool:
     """Whether all expressions may accept a monitor device, which only requests with adminAccess can have."""
     programs = compiled_programs(expressions)
     return all(_may_accept(program.expression, driver, MONITOR_TYPE, NO_PROFILE) for program in programs)
+
+
+@cache
+def possible_limits(expressions: tuple[str, ...], driver: str) -> frozenset[MemoryLimit]:
+    """What may hold claims to their memory on a shared device that all expressions accept."""
+    programs = compiled_programs(expressions)
+
+    def may_be(limit: MemoryLimit) -> bool:
+        attributes = {"type": DeviceKind.SHARED.value, "profile": NO_PROFILE, "memoryLimit": limit.value}
+        device = _PartialDevice(driver, {driver: attributes})
+        return all(program.evaluate(device) is not False for program in programs)
+
+    return frozenset(filter(may_be, MemoryLimit))
 
 
 @cache

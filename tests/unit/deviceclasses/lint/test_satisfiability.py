@@ -305,6 +305,68 @@ def test_a_request_for_a_part_of_a_gpu_that_says_how_much_is_fine(requests: list
     assert findings(claim(*requests)) == []
 
 
+LIMITED_BY = f"{DEVICE}.memoryLimit"
+MPS_CONFIG = opaque("SharedConfig", strategy="MPS")
+BY_MPS = device_class("by-mps", f'{OURS} && {TYPE} == "shared"', config=[MPS_CONFIG])
+LITTLE = (
+    "warning",
+    "spec.devices.requests[0].exactly.capacity.requests.memory",
+    "where the MPS server limits memory, the context of each CUDA process counts, about 514 MiB: request 2Gi or more",
+)
+
+
+def slice_of(limit: str, driver: str = DRIVER) -> dict[str, Any]:
+    """A ResourceSlice, as kubectl shows it, of a shared GPU whose claims ``limit`` holds to their memory."""
+    attributes = {"type": {"string": "shared"}, "memoryLimit": {"string": limit}}
+    spec = {"driver": driver, "devices": [{"name": "gpu-0"}, {"name": "gpu-0-shared", "attributes": attributes}]}
+    return {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": {"name": "a"}, "spec": spec}
+
+
+@pytest.mark.parametrize(
+    ("request_", "others", "config"),
+    [
+        (shared(amount="1Gi"), [], [MPS_CONFIG]),
+        (shared(amount="1000Mi"), [], [opaque("SharedConfig", mps={"activeThreadPercentage": 30})]),
+        (shared(amount="1Gi", selectors=[{"cel": {"expression": f'{LIMITED_BY} == "mps"'}}]), [], []),
+        (shared(amount="1Gi", device_class="by-mps"), [BY_MPS], []),
+        (shared(amount="1Gi"), [slice_of("mps")], []),
+    ],
+    ids=["strategy", "settings of MPS", "selector", "class", "GPUs of the cluster"],
+)
+def test_less_memory_than_programs_need_with_mps_is_a_warning(
+    request_: dict[str, Any], others: list[dict[str, Any]], config: list[dict[str, Any]]
+) -> None:
+    [finding] = findings(claim(request_, config=config), *others)
+    assert (finding.severity, finding.path, finding.message) == LITTLE
+
+
+@pytest.mark.parametrize(
+    ("request_", "others", "config"),
+    [
+        (shared(amount="1Gi"), [], []),
+        (shared(amount="2Gi"), [slice_of("mps")], [MPS_CONFIG]),
+        (shared(amount="1500Mi"), [], [MPS_CONFIG]),
+        (shared(amount="1Gi"), [slice_of("cgroup"), slice_of("mps", "gpu.example.com")], []),
+        (shared(amount="1Gi", selectors=[{"cel": {"expression": f'{LIMITED_BY} == "cgroup"'}}]), [slice_of("mps")], []),
+        (shared(amount="1Gi", device_class="by-mps"), [BY_MPS], [opaque("SharedConfig", strategy="TimeSlicing")]),
+        (shared(amount="1Gi"), [slice_of("mps")], [opaque("SharedConfig", strategy="TimeSlicing")]),
+    ],
+    ids=[
+        "nothing says MPS",
+        "2Gi",
+        "rounded up",
+        "other limits",
+        "selector for cgroup",
+        "in turns",
+        "GPUs in turns",
+    ],
+)
+def test_enough_memory_or_another_limit_than_that_of_mps_is_fine(
+    request_: dict[str, Any], others: list[dict[str, Any]], config: list[dict[str, Any]]
+) -> None:
+    assert findings(claim(request_, config=config), *others) == []
+
+
 def test_two_parts_that_a_constraint_keeps_on_one_gpu_are_let_be() -> None:
     assert not told(shared("a"), shared("b"), constraints=[{"matchAttribute": f"{DRIVER}/parentUUID"}])
     assert told(shared("a"), shared("b"), constraints=[{"matchAttribute": f"{DRIVER}/parentUUID", "requests": ["a"]}])
