@@ -56,6 +56,7 @@ from kubelet_plugin.plan.plan_file import PlanFile
 from kubelet_plugin.reconcile.background_work import BackgroundWork, ClaimActivity
 from kubelet_plugin.reconcile.later_pods import LaterPods
 from kubelet_plugin.reconcile.memory_watch import MemoryWatch
+from kubelet_plugin.reconcile.mps_watch import MpsWatch
 from kubelet_plugin.reconcile.orphans import Orphans
 from kubelet_plugin.reconcile.pod_prerequisites import NodeChecks, OutdatedClaims
 from kubelet_plugin.reconcile.recovery import ClaimReconciler, recover
@@ -185,10 +186,8 @@ class NodePlugin:
         self._rehearsals = Rehearsals(stores, partitions, self._preparer.cleanup)
         self._trials = Trials(self._rehearsals, self._health)
         orphans = Orphans(stores, self._preparer, self._reader, events, self._background.measurements.count_orphan)
-        set_condition, observe = self._health.set_condition, self._health.failed_preparations.observe
-        self._reconciler = ClaimReconciler(
-            stores, self._preparer, events, set_condition, orphans.search_if_due, observe
-        )
+        find, observe = orphans.search_if_due, self._health.failed_preparations.observe
+        self._reconciler = ClaimReconciler(stores, self._preparer, events, self._health.set_condition, find, observe)
         self._health_service = HealthService(
             stores.pool.name, self._publishing.devices, self._health.reason_for_holders
         )
@@ -222,8 +221,9 @@ class NodePlugin:
         gpu_settings, report = self._preparer.gpu_settings, self._background.measurements.set_claims_above_memory
         used = self._usage.memory_used if self._usage else None
         later = LaterPods(stores, gpu_settings.memory, self._reader)
-        memory = MemoryWatch(stores, gpu_settings, later, self._events, self._changes, used, report)
-        followers = (self._node_checks, self._reconciler, self._health, hardware, memory)
+        memory = MemoryWatch(stores, gpu_settings.memory, later, self._events, self._changes, used, report)
+        mps = MpsWatch(stores, gpu_settings.mps, self._events, self._health.set_condition)
+        followers = (self._node_checks, self._reconciler, self._health, hardware, memory, mps)
         give_way = self._background.activity.wait_idle(SCAN_DELAY_SECONDS)
         self._scan_loop = ScanLoop(self._scanner, stores.inventory, followers, self._changes, give_way)
         self._ready = (

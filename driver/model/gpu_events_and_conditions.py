@@ -49,13 +49,16 @@ RECOVERY_ACTIONS = {
 
 
 class ConditionType(StrEnum):
-    """Conditions of single devices, set and cleared by claim preparation; an operator cannot clear them."""
+    """Conditions of single devices, set and cleared by the plugin itself; an operator cannot clear them."""
 
     LOST = "lost"
     """A partition of a running claim has disappeared and can't be created again."""
 
     STUCK = "stuck"
     """A partition can't be removed after its claim has ended."""
+
+    MPS_LOST = "mps-lost"
+    """The MPS daemon or server of a shared device has ended, and no other one has the limits of all claims yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@
     the hardware refused three changes in a row      GPU                     such a change succeeds (``Trials``)
     no pod with a GPU can start (``NodeChecks``)     every GPU               a pod can start
     partition lost, release stuck (``reconcile``)    devices of the claim    the claim is repaired or released
+    an MPS daemon or server ended (``reconcile``)    shared device           another one has the limits of all claims
     ``tessera cordon``                               GPU                     ``tessera uncordon``
 
 A device with a condition is published with a taint (``driver.slices.build``), and the controller does not offer it

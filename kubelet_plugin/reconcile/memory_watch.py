@@ -14,9 +14,8 @@ from driver.model.shared_memory import GIB, MemoryLimit, SharingStrategy
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
 from kubelet_plugin.checkpoint.records import ClaimRecord
-from kubelet_plugin.claims.claim_memory import GpuSettingsOfClaims, LimitNow
+from kubelet_plugin.claims.claim_memory import ClaimMemory, LimitNow
 from kubelet_plugin.claims.claim_stores import ClaimStores
-from kubelet_plugin.claims.mps_shares import parts_by_mps
 from kubelet_plugin.reconcile.later_pods import LaterPods
 from kubelet_plugin.status.claim_status import HELD_BY
 from kubelet_plugin.status.events import EventReason, PluginEvents
@@ -37,8 +36,7 @@ MemoryUse = Callable[[str, str], int | None]
 
 
 class MemoryWatch:
-    """Sets limits again that a reload of the driver has lost, and for pods that began to use a claim later. Starts MPS
-    daemons again that have ended, and ends those that no claim uses.
+    """Sets limits again that a reload of the driver has lost, and for pods that began to use a claim later.
 
     It reports for each claim what holds it to its memory, once and whenever that changes, and when its pods use more
     than that together. Of claims without a limit on cgroups it knows what ``memory_used`` knows; None: usage is not
@@ -48,7 +46,7 @@ class MemoryWatch:
     def __init__(
         self,
         stores: ClaimStores,
-        settings: GpuSettingsOfClaims,
+        memory: ClaimMemory,
         later_pods: LaterPods,
         events: PluginEvents,
         changes: ChangeNotifier,
@@ -56,7 +54,7 @@ class MemoryWatch:
         report_above: Callable[[int], None] = lambda _: None,
     ) -> None:
         """``report_above`` receives the number of claims above their memory."""
-        self._stores, self._memory, self._mps = stores, settings.memory, settings.mps
+        self._stores, self._memory = stores, memory
         self._later_pods, self._events, self._changes = later_pods, events, changes
         self._memory_used, self._report_above = memory_used, report_above
         self._above: frozenset[str] = frozenset()
@@ -67,9 +65,6 @@ class MemoryWatch:
         """Check the claims of shared GPUs. What fails is tried again with the next scan."""
         above: set[str] = set()
         present = {gpu.uuid: gpu for gpu in answering}
-        for gpu in answering:
-            if self._mps.may_have_daemon(gpu):
-                self._check_mps(gpu)
         shared = [record for record in self._stores.prepared() if any(entry.gib for entry in record.devices)]
         self._reported &= {(record.uid, uuid) for record in shared for uuid in record.gpu_uuids}
         if shared:
@@ -146,22 +141,6 @@ class MemoryWatch:
             message = f"{message}: {why}; share such GPUs only with pods that you trust, or request a partition"
         self._events.claim(record.reference, reason, message, warning=not is_limited)
         self._reported.add((record.uid, uuid))
-
-    def _check_mps(self, gpu: Gpu) -> None:
-        try:
-            with self._stores.locks.hold([gpu.uuid], f"checking the MPS daemon of {gpu.uuid}"):
-                lost = self._mps.check(gpu)
-                records = [record for record in self._stores.prepared() if lost and parts_by_mps(gpu, record)]
-                for record in records:
-                    message = (
-                        f"{lost} on GPU {gpu.uuid}: programs that used the GPU through it have failed; containers that "
-                        "start from now on get another one: delete the pod if its programs do not start again"
-                    )
-                    self._events.claim(record.reference, EventReason.MPS_SERVER_LOST, message)
-                for record in records:
-                    self._mps.apply(gpu, record)
-        except RecoverableError as error:
-            log.warning("can't check the MPS daemon of a GPU", extra={"gpu": gpu.uuid, "error": str(error)})
 
     def _used(self, uuid: str, record: ClaimRecord, by_pod: Mapping[str, int]) -> int | None:
         """Bytes of a GPU that the pods of a claim use; None: unknown."""

@@ -33,6 +33,8 @@ SELF_CLEARING: Mapping[str, str] = {
     "pods usually dcgm-exporter or nvidia-persistenced (the Event UnprepareFailed of the claim has the lsof that finds "
     "it); it is tried again every 10 s",
     "unhealthy=lost": "a partition of a running claim is gone: make room for it on the GPU, or delete the claim's pod",
+    "unhealthy=mps-lost": "the plugin starts an MPS daemon again every 5 s: its log says what fails; see the pods of "
+    "DaemonSet tessera-mps on the node",
     "unhealthy=failing": "the Event GpuUnhealthy on the Node says what the hardware answered: end what uses the GPU "
     "outside of Kubernetes (dcgm-exporter, nvidia-persistenced; lsof /dev/nvidia*), or reset it; it is tried again "
     "every 30 s to 10 minutes",
@@ -44,7 +46,7 @@ SELF_CLEARING: Mapping[str, str] = {
 """Remedies of faults that the node plugin ends by itself as soon as their cause does, without ``tessera uncordon``."""
 
 OF_ONE_DEVICE = {kind.value for kind in ConditionType}
-"""Values of taints about a partition, not about its GPU."""
+"""Values of taints about one device, not about its GPU."""
 
 PARTITION = re.compile(r"(?P<gpu>gpu-\d+)-mig-.+-(?P<start>\d+)")
 """Name of a partition's device."""

@@ -72,7 +72,7 @@ FAULTS = {
         f"a GPU is {kind}": Fault(
             "TesseraGpuFault", f'tessera_gpu_faults{{kind="{kind}", {PLUGIN}}}', *CONSTANT, {**OF_NODE, "kind": kind}
         )
-        for kind in ("xid", "unavailable", "recovery", "failing", "lost", "stuck")
+        for kind in ("xid", "unavailable", "recovery", "failing", "lost", "stuck", "mps-lost")
     },
     "claims use more memory than they have": Fault(
         "TesseraClaimsAboveMemory", f"tessera_claims_above_memory{{{PLUGIN}}}", *CONSTANT, OF_NODE

@@ -85,7 +85,7 @@ def watch(
 ) -> MemoryWatch:
     settings, notifier = node.preparer.gpu_settings, KeptChanges(node.changes)
     later = LaterPods(node.node, settings.memory, node.api, clock)
-    return MemoryWatch(node.node, settings, later, PluginEvents(events.record, NODE), notifier, **changes)
+    return MemoryWatch(node.node, settings.memory, later, PluginEvents(events.record, NODE), notifier, **changes)
 
 
 def scan(node: NodeUnderTest, watching: MemoryWatch) -> None:

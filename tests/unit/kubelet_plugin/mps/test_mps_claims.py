@@ -15,15 +15,15 @@ from driver.model.gpu_settings import ComputeMode, GpuSharing, parse_shared
 from driver.step_observer import Moment, unobserved
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.mps.client import MpsAccess
-from kubelet_plugin.reconcile.later_pods import LaterPods
-from kubelet_plugin.reconcile.memory_watch import MemoryWatch
+from kubelet_plugin.reconcile.mps_watch import MpsWatch
 from kubelet_plugin.status.claim_status import device_statuses
 from kubelet_plugin.status.events import PluginEvents
 from kubelet_plugin.step_names import NodeStep, Observer
 from tests.harness.waiting import wait_for
 from tests.support.claims import NODE, opaque, result
+from tests.support.health import HealthUnderTest
 from tests.support.mps import LEGACY, WITH_PROTOCOL_3, MpsProcess, mps_node, mps_process, running
-from tests.support.node import KeptChanges, KeptEvents, NodeUnderTest, start_node
+from tests.support.node import KeptEvents, NodeUnderTest, start_node
 from tests.support.nvml_client import set_compute_mode
 
 BY_MPS = GpuSharing(lambda _: 0, strategy_of=parse_shared("all=mps").of)
@@ -99,11 +99,21 @@ def nothing_left(process: MpsProcess, node: NodeUnderTest) -> bool:
 def scan(node: NodeUnderTest) -> list[tuple[str, str, str]]:
     """The Events of the next scan of the node's GPUs."""
     events = KeptEvents()
-    settings = node.preparer.gpu_settings
-    later = LaterPods(node.node, settings.memory, node.api)
-    watch = MemoryWatch(node.node, settings, later, PluginEvents(events.record, NODE), KeptChanges([]))
-    watch.handle_scan(node.node.inventory.gpus)
+    watch_of(node, events, HealthUnderTest(node)).handle_scan(node.node.inventory.gpus)
     return events.told
+
+
+def watch_of(node: NodeUnderTest, events: KeptEvents, health: HealthUnderTest) -> MpsWatch:
+    mps = node.preparer.gpu_settings.mps
+    return MpsWatch(node.node, mps, PluginEvents(events.record, NODE), health.health.set_condition)
+
+
+def kill_daemon(process: MpsProcess) -> int:
+    """Kill the daemon of the only GPU; returns its process id."""
+    [state] = process.client.daemons()
+    os.kill(state.pid, signal.SIGKILL)
+    wait_for(lambda: process.client.daemons()[0].pid == 0, 20, "the daemon is seen to be dead")
+    return state.pid
 
 
 def test_each_claim_is_held_to_its_memory_and_threads_and_the_last_leaves_nothing(
@@ -156,17 +166,63 @@ def test_a_daemon_that_died_is_reported_on_each_claim_and_new_containers_get_ano
     claims = [node.api.allocate(name, part(2)) for name in ("first", "second")]
     for claim in claims:
         node.preparer.prepare(claim)
-    [state] = process.client.daemons()
-    os.kill(state.pid, signal.SIGKILL)
-    wait_for(lambda: process.client.daemons()[0].pid == 0, 20, "the daemon is seen to be dead")
+    pid = kill_daemon(process)
     told = scan(node)
     named = {(about, reason) for about, reason, _ in told if about.startswith("ResourceClaim")}
     assert named == {("ResourceClaim/first", "MPSServerLost"), ("ResourceClaim/second", "MPSServerLost")}
-    assert f"MPS control daemon {state.pid} has ended" in told[0][2]
+    assert f"MPS control daemon {pid} has ended" in told[0][2]
     assert "at most 2048Mi" in complaint(process, node, claims[0], "--memory", "3Gi")
     assert not complaint(process, node, claims[0], "--memory", "2Gi")
     for claim in claims:
         node.preparer.unprepare(claim)
+    assert nothing_left(process, node)
+
+
+def test_a_gpu_whose_daemon_died_gets_no_new_claims_until_all_claims_have_another(process: MpsProcess) -> None:
+    fails: list[bool] = []
+
+    def fail(at: NodeStep, when: Moment) -> None:
+        if at is NodeStep.SET_MEMORY_LIMIT and when == "before" and fails and fails.pop(0):
+            raise MpsError("it does not answer")
+
+    node = plugin(process, fail)
+    health = HealthUnderTest(node)
+    watch = watch_of(node, KeptEvents(), health)
+    claims = [node.api.allocate(name, part(2)) for name in ("first", "second")]
+    for claim in claims:
+        node.preparer.prepare(claim)
+    pid = kill_daemon(process)
+    fails += [*[False] * 5, True]  # the limits of the claim that comes second
+    watch.handle_scan(node.node.inventory.gpus)
+    [state] = process.client.daemons()
+    assert state.pid, "another daemon runs"
+    assert health.taints() == {"gpu-0-shared": "mps-lost"}
+    holders = health.health.reason_for_holders(health.device("gpu-0-shared")) or ""
+    assert holders.startswith(f"mps-lost: MPS control daemon {pid} has ended, and no other one has the limits of all")
+    assert [gpu.fault for gpu in node.node.inventory.states()] == [None], "the controller evicts nobody"
+    watch.handle_scan(node.node.inventory.gpus)
+    assert health.taints() == {}
+    for claim in claims:
+        assert "at most 2048Mi" in complaint(process, node, claim, "--memory", "3Gi")
+        assert not complaint(process, node, claim, "--memory", "2Gi")
+
+
+def test_a_gpu_whose_daemon_can_not_start_again_is_free_after_the_last_claim(
+    process: MpsProcess, node: NodeUnderTest
+) -> None:
+    claim = node.api.allocate("claim", part(2))
+    node.preparer.prepare(claim)
+    health = HealthUnderTest(node)
+    watch = watch_of(node, KeptEvents(), health)
+    kill_daemon(process)
+    program = process.mps.program.rename(process.mps.program.with_name("away"))
+    for _ in range(2):
+        watch.handle_scan(node.node.inventory.gpus)
+        assert health.taints() == {"gpu-0-shared": "mps-lost"}
+    node.preparer.unprepare(claim)
+    watch.handle_scan(node.node.inventory.gpus)
+    assert health.taints() == {}
+    program.rename(process.mps.program)
     assert nothing_left(process, node)
 
 

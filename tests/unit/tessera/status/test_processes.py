@@ -85,6 +85,7 @@ def test_the_fence_is_missed_where_a_controller_runs() -> None:
     [
         ("stuck", "end the process that still uses it"),
         ("lost", "delete the claim's pod"),
+        ("mps-lost", "see the pods of DaemonSet tessera-mps"),
         ("xid-79", "then tessera uncordon"),
     ],
 )
