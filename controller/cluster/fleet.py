@@ -109,8 +109,7 @@ class FleetGpu:
     @cached_property
     def state(self) -> GpuState:
         """What it could offer now next to what is held, as a value that many GPUs share: curation compares these."""
-        room = 0 if self.shared is None else self.shared.gib
-        return GpuState.of(self.gpu, self.held, self.foreign, self.shares, self._kinds, room)
+        return GpuState.of(self.gpu, self.held, self.foreign, self.shares, self._kinds, self.shared)
 
     @cached_property
     def overlaps(self) -> tuple[tuple[str, str], ...]:

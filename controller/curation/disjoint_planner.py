@@ -93,7 +93,7 @@ class DisjointPlanner:
         plan.fill(self._offers, ranked.default_kinds(queue.asked), queue.asked.gib)
         by_claim = {key: tuple(map(ranked.offer, places)) for key, places in planned.items()}
         requested = frozenset(place.spot.kind for places in planned.values() for place in places)
-        offers = tuple(map(ranked.offer, sorted(plan.places.union(plan.shared.left))))
+        offers = tuple(map(ranked.offer, sorted(plan.places.union(plan.shared.states))))
         return PlannedOffers(offers, requested, by_claim)
 
 
@@ -130,7 +130,7 @@ class _Plan:
 
         ``planned`` are the keys of claims that have devices already.
         """
-        unmet, places_before, shared_before = self._unmet.copy(), self.places.copy(), self.shared.left.copy()
+        unmet, places_before, shared_before = self._unmet.copy(), self.places.copy(), self.shared.states.copy()
         nodes_left = {need: nodes.copy() for need, nodes in self._nodes_left.items()}
         published = {kind: places.copy() for kind, places in self._published.items()}
         of_gang: dict[str, tuple[FleetPlace, ...]] = {}
@@ -146,7 +146,7 @@ class _Plan:
             return of_gang
         for place in self.places - places_before:
             self._remove(place)
-        self._unmet, self._nodes_left, self.shared.left = unmet, nodes_left, shared_before
+        self._unmet, self._nodes_left, self.shared.states = unmet, nodes_left, shared_before
         self._published.update(published)
         return {}
 
@@ -270,8 +270,8 @@ class _Plan:
         draft = self._draft(FULL)  # any draft will do: each has all planned places
         states = []
         for position in (position_of[gpu.gpu.uuid] for gpu in gpus):
-            state, room = draft.state(*position), self.shared.left.get(FleetPlace(*position, Spot(SHARED)))
-            states.append(state if room is None else state._replace(used=state.room - room))
+            state, opened = draft.state(*position), self.shared.states.get(FleetPlace(*position, Spot(SHARED)))
+            states.append(state if opened is None else state._replace(used=opened.used, clients=opened.clients))
         chosen = choose_devices(gpus, tuple(states), requirements, self._feasibility.matching.value, budget, published)
         return [FleetPlace(*position_of[gpu.gpu.uuid], spot) for gpu, spot in chosen]
 
@@ -284,10 +284,11 @@ class _Plan:
     def _add(self, place: FleetPlace) -> FleetPlace:
         """Plan a place, or a part of a shared device; returns that of the device."""
         device = place._replace(spot=place.spot.device)
-        is_open = device in self.shared.left
+        is_open = device in self.shared.states
         if place.spot.kind == SHARED:
             self.shared.open(device)
-            self.shared.left[device] -= place.spot.at
+            if place.spot.at:
+                self.shared.take(device, place.spot.at)
         if not is_open:
             self.places.add(device)
             for draft in self._drafts.values():

@@ -15,26 +15,27 @@ from controller.curation.offer_draft import OfferDraft
 from controller.curation.ranked_fleet import FleetPlace, RankedFleet
 from controller.demand.demand import Demand, Eligible
 from driver.model.offer import SHARED, Spot
+from driver.placement.occupancy import GpuState
 
 
 class SharedRoom:
-    """What claims can still get of open GPUs, in GiB by the place of their shared device.
+    """What claims can still get of open GPUs: their states, by the place of their shared device.
 
     ``opened``: the unheld ones that were opened here. ``published``: the places of present offers, which are opened
     first unless others cause much less fragmentation.
     """
 
     def __init__(self, fleet: RankedFleet, published: Collection[FleetPlace], stickiness: float) -> None:
-        self.left: dict[FleetPlace, int] = {}
+        self.states: dict[FleetPlace, GpuState] = {}
         self.opened: set[FleetPlace] = set()
         self._fleet, self._stickiness = fleet, stickiness
         unheld = set[str]()
         for uuid, gpu in fleet.fleet.gpus.items() if SHARED in fleet.kinds else ():
             if gpu.state.used and gpu.state.left:
-                self.left[self._place(uuid)] = gpu.state.left
+                self.states[self._place(uuid)] = gpu.state
             elif gpu.state.left:
                 unheld.add(uuid)
-        self._unheld, self._most = frozenset(unheld), max(self.left.values(), default=0)
+        self._unheld, self._most = frozenset(unheld), max((state.left for state in self.states.values()), default=0)
         self._published = [place for place in published if fleet.uuid(place) in unheld]
 
     def _place(self, uuid: str) -> FleetPlace:
@@ -42,8 +43,9 @@ class SharedRoom:
 
     def fullest(self, gib: int, eligible: Eligible) -> FleetPlace | None:
         """The open GPU with the least room that is enough."""
-        able = (place for place, left in self.left.items() if left >= gib and self._fleet.within(place, eligible))
-        return min(able, key=lambda place: (self.left[place], place), default=None)
+        states = self.states.items()
+        able = (place for place, state in states if state.left >= gib and self._fleet.within(place, eligible))
+        return min(able, key=lambda place: (self.states[place].left, place), default=None)
 
     def next_unheld(self, draft: OfferDraft, eligible: Eligible) -> FleetPlace | None:
         """The GPU to open next, which is not in ``draft``; None if there is none."""
@@ -58,9 +60,13 @@ class SharedRoom:
 
     def open(self, place: FleetPlace) -> None:
         """Let claims have the GPU of ``place``; it may be open already."""
-        if place not in self.left:
-            self.left[place] = self._fleet.cliques[place.clique].gpus[place.position].state.left
+        if place not in self.states:
+            self.states[place] = self._fleet.cliques[place.clique].gpus[place.position].state
             self.opened.add(place)
+
+    def take(self, place: FleetPlace, gib: int) -> None:
+        """Give a claim ``gib`` of an open GPU."""
+        self.states[place] = self.states[place].take(Spot(SHARED, gib))
 
     def needs_spare(self, gib: int) -> bool:
         """Whether to open GPUs for future claims, which ask for at most ``gib`` (0: unknown).
@@ -69,12 +75,12 @@ class SharedRoom:
         """
         return not self.opened and self._most < max(1, gib)
 
-    def of(self, gpu: str, *, unheld: bool = True) -> int:
-        """What claims can still get of a GPU, if it is open or could be opened (``unheld``)."""
-        place = self._place(gpu)
-        if place in self.left:
-            return self.left[place]
-        return self._fleet.fleet.gpus[gpu].state.left if unheld and gpu in self._unheld else 0
+    def claims_on(self, gpu: str, gib: int, *, unheld: bool = True) -> int:
+        """The claims for ``gib`` that a GPU has room for, if it is open or could be opened (``unheld``)."""
+        state = self.states.get(self._place(gpu))
+        if state is None and unheld and gpu in self._unheld:
+            state = self._fleet.fleet.gpus[gpu].state
+        return 0 if state is None else state.parts_left(gib)
 
 
 class SharedSelection:
@@ -109,7 +115,7 @@ class SharedSelection:
         if room.needs_spare(self._gib):
             while len(room.opened) < self._spare and (spare := room.next_unheld(self.draft, None)) is not None:
                 self._open(room, spare)
-        self.extra = [*room.left]
+        self.extra = [*room.states]
 
     def _open(self, room: SharedRoom, place: FleetPlace) -> None:
         room.open(place)
@@ -120,19 +126,20 @@ class SharedSelection:
         """Find room for the claims of ``demand``; False: there is not enough."""
         gib, missing, eligible = demand.gib, demand.count, demand.eligible
         if demand.together:
-            groups = [group for group in demand.together if sum(room.of(gpu) // gib for gpu in group) >= missing]
+            groups = [group for group in demand.together if sum(room.claims_on(gpu, gib) for gpu in group) >= missing]
             if not groups:
                 return False
-            of_open = {group: sum(room.of(gpu, unheld=False) // gib for gpu in group) for group in groups}
+            of_open = {group: sum(room.claims_on(gpu, gib, unheld=False) for gpu in group) for group in groups}
             eligible = min(groups, key=lambda group: (max(0, missing - of_open[group]), sorted(group)))
         while missing > 0:
             place = room.fullest(gib, eligible) or room.next_unheld(self.draft, eligible)
             if place is None:
                 return False
             self._open(room, place)
-            claims = min(missing, room.left[place] // gib)
+            claims = min(missing, room.states[place].parts_left(gib))
             if not claims:
                 return False
-            room.left[place] -= claims * gib
+            for _ in range(claims):
+                room.take(place, gib)
             missing -= claims
         return True

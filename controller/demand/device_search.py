@@ -59,7 +59,7 @@ def most_devices(state: GpuState, matches: Matches) -> int:
     """The number of selected devices that the GPU can provide at once."""
     return max(
         (
-            state.left // spot.at if spot.kind == SHARED else 1 + most_devices(state.take(spot), matches)
+            state.parts_left(spot.at) if spot.kind == SHARED else 1 + most_devices(state.take(spot), matches)
             for spot in free_spots(state, matches)
         ),
         default=0,

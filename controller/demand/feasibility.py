@@ -177,8 +177,8 @@ class Feasibility:
     def state(self, gpu: FleetGpu) -> GpuState:
         if not self._is_ideal:
             return gpu.state
-        geometry, room = gpu.state.geometry, gpu.state.room
-        return GpuState(geometry, shares=gpu.shares, taken=(0,) * len(geometry.limits), room=room)
+        geometry, room, clients = gpu.state.geometry, gpu.state.room, gpu.unheld.state.clients
+        return GpuState(geometry, shares=gpu.shares, taken=(0,) * len(geometry.limits), room=room, clients=clients)
 
     def gpus_on(self, nodes: Nodes) -> Iterator[FleetGpu]:
         return (gpu for gpu in self.fleet if gpu.node in nodes)

@@ -113,8 +113,8 @@ def unsatisfiable_capacities(request: RequestFields, context: LintContext) -> It
         elif kinds == {DeviceKind.SHARE}:
             message = f"{_gives(request, context)}, which have no capacity: a share may use all memory of its GPU"
             yield Issue(f"{path}.{name}", shown(amount), message)
-        elif kinds == {DeviceKind.SHARED} and name not in capacities_of(DeviceKind.SHARED):
-            yield Issue(f"{path}.{name}", shown(amount), f"{_gives(request, context)}, whose only capacity is memory")
+        elif kinds and not any(name in capacities_of(kind) for kind in kinds):
+            yield Issue(f"{path}.{name}", shown(amount), f"{_gives(request, context)}, which have no {name}")
         elif name == "memory":
             programs = compiled_programs((*facts.selectors, *request.selectors))
             yield from requested_memory_issues(f"{path}.{name}", str(amount), programs, context.driver)

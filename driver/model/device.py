@@ -55,6 +55,11 @@ class Device:
         return self.gpu.all_slices if self.placement is None else self.placement.mask
 
     @property
+    def clients(self) -> int | None:
+        """The number of claims that can have a part of a shared device; None: any number."""
+        return None if self.shared is None else self.shared.clients(self.gpu.cuda_driver_version)
+
+    @property
     def memory_bytes(self) -> int:
         """What it has of its GPU's memory; a share, which may use all of it, counts as its part."""
         if self.shared is not None:

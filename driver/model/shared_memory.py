@@ -24,6 +24,12 @@ SHARING_FIELD = "allowMultipleAllocations"
 MPS_SERVER_BYTES = 256 << 20
 """What the MPS server of a GPU takes of its memory."""
 
+CLIENTS_CAPACITY = "clients"
+"""The name of the capacity of which each claim of a GPU shared by MPS takes one."""
+
+CLIENTS, CLIENTS_SINCE_CUDA_13_1 = 48, 60
+"""The CUDA contexts that an MPS server serves on one GPU, with drivers for CUDA 13.0 and older, and from 13.1 on."""
+
 WRITTEN_QUANTITY = re.compile(
     r"([0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})(?:([KMGTPE]i|[mkMGTPE]?)|[eE]([+]?[0-9]{1,2}))"
 )
@@ -85,6 +91,13 @@ class SharedMemory:
     def gib(self) -> int:
         """The GiB that claims can have: the whole ones."""
         return self.memory_bytes // GIB
+
+    def clients(self, cuda_driver_version: str) -> int | None:
+        """The number of claims that can have a part, with at least one CUDA context each; None: any number."""
+        if self.strategy is not SharingStrategy.MPS:
+            return None
+        version = [int(number) for number in cuda_driver_version.split(".") if number.isdecimal()]
+        return CLIENTS_SINCE_CUDA_13_1 if version >= [13, 1] else CLIENTS
 
 
 def gib_of(consumed: Mapping[str, str | int] | None, whole: int) -> int | None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from driver.model.device import SLICE_VALUE, Device
 from driver.model.gpu import Gpu, Limit, Profile, limits_of
 from driver.model.offer import FULL, SHARE, SHARED, DeviceKind, OfferKind, Spot
+from driver.model.shared_memory import SharedMemory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +82,7 @@ def in_the_way(device: Device, others: Iterable[Device]) -> list[Device]:
     if device.shared is not None:
         sharing = [other for other in touched if other.kind is DeviceKind.SHARED]
         is_overdrawn = sum(other.spot.at for other in sharing) + device.spot.at > device.shared.gib
+        is_overdrawn |= device.clients is not None and len(sharing) >= device.clients
         return [other for other in touched if is_overdrawn or other.kind is not DeviceKind.SHARED]
     same = [other for other in touched if other.spot == device.spot]
     if _has_room(sum(other.weight for other in touched), device.weight):
@@ -107,6 +109,7 @@ class GpuState(NamedTuple):
     memory slices taken whole, ``taken`` what is used of each limit of the geometry, ``shared`` what shares take of
     every slice (of SLICE_VALUE), ``numbers`` a bit mask of the shares in use. ``room`` are the GiB of its shared device
     (0: it has none), ``used`` those that claims have of it; nothing else of the GPU is free while there are any.
+    ``clients``: the number of claims that can still get a part of it; None: any number.
     """
 
     geometry: Geometry
@@ -118,6 +121,7 @@ class GpuState(NamedTuple):
     numbers: int = 0
     room: int = 0
     used: int = 0
+    clients: int | None = None
 
     @classmethod
     def of(
@@ -127,17 +131,19 @@ class GpuState(NamedTuple):
         foreign: int = 0,
         shares: int = 0,
         kinds: frozenset[DeviceKind] = ALL_KINDS,
-        room: int = 0,
+        memory: SharedMemory | None = None,
     ) -> GpuState:
         """``gpu`` under ``held`` and the slices in ``foreign``, offering at most ``kinds``.
 
-        ``room``: the GiB of its shared device. One that is held counts as at least 1 GiB: the amount may not be known.
+        ``memory``: its shared device. A part that is held counts as at least 1 GiB: the amount may not be known.
         """
         geometry = geometry_of(gpu.memory_slices, gpu.profiles)
+        room, clients = (0, None) if memory is None else (memory.gib, memory.clients(gpu.cuda_driver_version))
         mask, taken, shared, numbers, used = foreign, [0] * len(geometry.limits), 0, 0, 0
         for device in held:
             if device.kind is DeviceKind.SHARED:
                 used += max(device.spot.at, 1)
+                clients = None if clients is None else max(0, clients - 1)
                 continue
             if device.kind is DeviceKind.SHARE:
                 shared += device.weight
@@ -147,7 +153,7 @@ class GpuState(NamedTuple):
             if device.profile is not None:
                 usage = (limit.taken_by(device.profile) for limit in geometry.limits)
                 taken = [used + more for used, more in zip(taken, usage, strict=True)]
-        return cls(geometry, kinds, shares, mask, tuple(taken), shared, numbers, room, used)
+        return cls(geometry, kinds, shares, mask, tuple(taken), shared, numbers, room, used, clients)
 
     @property
     def whole(self) -> bool:
@@ -163,8 +169,13 @@ class GpuState(NamedTuple):
     @property
     def left(self) -> int:
         """The GiB of its shared device that claims can still get; 0 while something else of the GPU is held."""
-        is_possible = DeviceKind.SHARED in self.kinds and not self.mask and not self.shared
+        is_possible = DeviceKind.SHARED in self.kinds and not self.mask and not self.shared and self.clients != 0
         return max(0, self.room - self.used) if is_possible else 0
+
+    def parts_left(self, gib: int) -> int:
+        """The number of claims for ``gib`` each that can still get a part of its shared device."""
+        parts = self.left // gib
+        return parts if self.clients is None else min(parts, self.clients)
 
     def spots(self, kind: OfferKind) -> Iterator[Spot]:
         """Free spots for a device of ``kind``."""
@@ -212,7 +223,8 @@ class GpuState(NamedTuple):
     def take(self, spot: Spot) -> GpuState:
         """Return the state after the allocation of ``spot``, which must be free; 0 GiB of a shared device: the rest."""
         if spot.kind.type is DeviceKind.SHARED:
-            return self._replace(used=self.used + spot.at if spot.at else max(self.room, self.used))
+            clients = None if self.clients is None else self.clients - 1
+            return self._replace(used=self.used + spot.at if spot.at else max(self.room, self.used), clients=clients)
         if spot.kind.type is DeviceKind.FULL:
             return self._replace(mask=self.geometry.all_slices)
         if spot.kind.type is DeviceKind.SHARE:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from driver.model.device import MONITOR_TYPE, Device, Monitor, full_device
 from driver.model.gpu import NvLink
 from driver.model.offer import DeviceKind
-from driver.model.shared_memory import MEMORY_CAPACITY
+from driver.model.shared_memory import CLIENTS_CAPACITY, MEMORY_CAPACITY
 
 Value = str | int | bool | None
 Attributes = dict[str, dict[str, Any]]
@@ -130,14 +130,18 @@ def capacity(device: Device) -> dict[str, dict[str, Any]]:
     """``memory`` in bytes and, where NVML reports them, ``multiprocessors``.
 
     A share has none: whoever takes turns on a GPU may take all of its memory, so there is nothing to promise. Of a
-    shared device each claim consumes a part of ``memory``, in steps of 1 GiB; all of it if it states none. It has no
-    other capacity: one without a request policy is consumed whole by the first claim.
+    shared device each claim consumes a part of ``memory``, in steps of 1 GiB; all of it if it states none; and with MPS
+    one of ``clients``. It has no other capacity: one without a request policy is consumed whole by the first claim.
     """
     if device.kind is DeviceKind.SHARE:
         return {}
     if device.shared is not None:
         policy = {"default": f"{device.shared.gib}Gi", "validRange": {"min": "1Gi", "step": "1Gi"}}
-        return {MEMORY_CAPACITY: {"value": quantity(device.shared.memory_bytes), "requestPolicy": policy}}
+        amounts = {MEMORY_CAPACITY: {"value": quantity(device.shared.memory_bytes), "requestPolicy": policy}}
+        if device.clients is not None:
+            each_takes_one = {"default": "1", "validRange": {"min": "1", "max": "1", "step": "1"}}
+            amounts[CLIENTS_CAPACITY] = {"value": quantity(device.clients), "requestPolicy": each_takes_one}
+        return amounts
     source = device.profile or device.gpu
     quantities: dict[str, dict[str, Any]] = {MEMORY_CAPACITY: {"value": quantity(source.memory_bytes)}}
     if source.multiprocessors is not None:

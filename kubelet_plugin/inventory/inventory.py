@@ -331,11 +331,14 @@ class Inventory:
             held = [(holder, d) for holder, devices in self._held.values() for d in devices if d.name == device.name]
         others = [(holder, d.spot.at) for holder, d in held if holder.uid != uid]
         free = max(0, shared.gib - sum(gib for _, gib in others))
-        if device.spot.at <= free:
+        is_crowded = device.clients is not None and len(others) >= device.clients
+        if device.spot.at <= free and not is_crowded:
             return None
         claims = sorted({holder.as_holder() for holder, _ in others})[:SHOWN_HOLDERS]
         holding = f"; {', '.join(claims)} still hold the rest on this node; it is prepared once enough is free"
         need = f"{device.name} has {free} GiB left of {shared.gib}, it was allocated {device.spot.at}"
+        if is_crowded:
+            need = f"{device.name} has room for {device.clients} claims by MPS, all of them taken"
         return need + (holding if claims else "")
 
     def states(self) -> list[GpuReport]:

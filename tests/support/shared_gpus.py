@@ -13,14 +13,25 @@ from tests.support.queues import DRIVER, fleet_gpu, request, selected_by
 SHARED = selected_by('type == "shared"')
 
 
-def shared_memory(gib: int) -> SharedMemory:
+IN_TURNS, BY_MPS = SharingStrategy.TIME_SLICING, SharingStrategy.MPS
+
+
+def shared_memory(gib: int, strategy: SharingStrategy = IN_TURNS) -> SharedMemory:
     """The shared device of a GPU with half a GiB more than claims can have."""
-    return SharedMemory(SharingStrategy.TIME_SLICING, gib * GIB + GIB // 2)
+    return SharedMemory(strategy, gib * GIB + GIB // 2)
 
 
-def shared_gpu(node: str, number: int, *held: int, gib: int = 80, product: str = H100, **more: Any) -> FleetGpu:
+def shared_gpu(
+    node: str,
+    number: int,
+    *held: int,
+    gib: int = 80,
+    product: str = H100,
+    strategy: SharingStrategy = IN_TURNS,
+    **more: Any,
+) -> FleetGpu:
     """``held``: the GiB that each of its claims has."""
-    entry = fleet_gpu(node, number, product, shared=shared_memory(gib), **more)
+    entry = fleet_gpu(node, number, product, shared=shared_memory(gib, strategy), **more)
     shared = entry.shared
     assert shared is not None
     return entry.holding(shared_device(entry.gpu, number, shared, part) for part in held)

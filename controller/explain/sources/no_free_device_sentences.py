@@ -85,6 +85,9 @@ def _most_left(available: Availability) -> str:
     count = len(available.selected.usable)
     most = "" if count == 1 else f", the most of {count} shared GPUs"
     name = f"gpu-{fleet_gpu.number} of {fleet_gpu.node}"
+    if state.clients == 0 and fleet_gpu.shared:
+        clients = fleet_gpu.shared.clients(fleet_gpu.gpu.cuda_driver_version)
+        return f"{name} has room for {clients} claims by MPS, all of them taken"
     return f"{name} has {state.left} GiB left of {state.room}{most}, the claim asks {asks}"
 
 

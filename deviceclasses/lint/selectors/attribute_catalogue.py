@@ -19,7 +19,7 @@ from driver.hardware.gpu_properties import ARCHITECTURES
 from driver.model.device import MONITOR_TYPE
 from driver.model.gpu import MigMode
 from driver.model.offer import DeviceKind
-from driver.model.shared_memory import MEMORY_CAPACITY, SHARING_FIELD, MemoryLimit
+from driver.model.shared_memory import CLIENTS_CAPACITY, MEMORY_CAPACITY, SHARING_FIELD, MemoryLimit
 from driver.simulator.products import facts
 from driver.slices.attributes import FACTS, MONITOR_NAMES, NO_PROFILE, STANDARD
 
@@ -27,7 +27,9 @@ EVERY_FACT = [fact for facts_of_kind in FACTS.values() for fact in facts_of_kind
 ATTRIBUTES = frozenset(fact.name for fact in EVERY_FACT if "/" not in fact.name)
 IN_STANDARD = frozenset(fact.name.removeprefix(STANDARD) for fact in EVERY_FACT if fact.name.startswith(STANDARD))
 STANDARD_DOMAIN = STANDARD.removesuffix("/")
-CAPACITIES = frozenset({MEMORY_CAPACITY, "multiprocessors"})
+OF_SHARED_GPUS = frozenset({MEMORY_CAPACITY, CLIENTS_CAPACITY})
+OF_OTHERS = frozenset({MEMORY_CAPACITY, "multiprocessors"})
+CAPACITIES = OF_SHARED_GPUS | OF_OTHERS
 TYPE_OF = {fact.name: fact.kind for fact in EVERY_FACT}
 """The type of each attribute, by its published name."""
 
@@ -41,8 +43,8 @@ def names_of(device_type: str) -> frozenset[str]:
 def capacities_of(device_type: str) -> frozenset[str]:
     """The names of the capacities that a device of this type can have."""
     if device_type == DeviceKind.SHARED:
-        return frozenset({MEMORY_CAPACITY})
-    return frozenset() if device_type in {MONITOR_TYPE, DeviceKind.SHARE} else CAPACITIES
+        return OF_SHARED_GPUS
+    return frozenset() if device_type in {MONITOR_TYPE, DeviceKind.SHARE} else OF_OTHERS
 
 
 SAMPLE_VALUES = {"string": "", "int": 0, "bool": False, "version": "0.0.0"}

@@ -14,7 +14,7 @@ from driver.model.offer import SHARED as SHARED_KEY
 from driver.model.offer import DeviceKind, Offer, Spot
 from driver.placement.ranking import Ranking
 from tests.support.queues import FULL, Situation, fleet_gpu, profile, request
-from tests.support.shared_gpus import memory, shared_gpu
+from tests.support.shared_gpus import BY_MPS, memory, shared_gpu
 
 Planned = Callable[[Situation, Iterable[Offer]], tuple[Offer, ...]]
 
@@ -51,6 +51,19 @@ def asked_for(there: Situation, *amounts: str) -> Situation:
 def test_a_gpu_with_room_stays_open_and_a_full_one_is_closed(planned: Planned) -> None:
     there = Situation([shared_gpu("a", 0, 79), shared_gpu("a", 1, 40, 40), shared_gpu("a", 2, 20)])
     assert open_gpus(planned(there, ())) == {"a/0", "a/2"}
+
+
+@PLANNERS
+def test_a_gpu_is_closed_whose_mps_server_serves_no_more_claims(planned: Planned) -> None:
+    there = Situation([shared_gpu("a", number, *[1] * held, strategy=BY_MPS) for number, held in enumerate((48, 47))])
+    assert open_gpus(planned(there, ())) == {"a/1"}
+
+
+@PLANNERS
+def test_another_gpu_is_opened_for_the_claims_that_an_mps_server_can_not_serve(planned: Planned) -> None:
+    gpus = [shared_gpu("a", 0, *[1] * 46, strategy=BY_MPS), shared_gpu("a", 1, strategy=BY_MPS)]
+    assert open_gpus(planned(asked_for(Situation(gpus), *["1Gi"] * 2), ())) == {"a/0"}
+    assert open_gpus(planned(asked_for(Situation(gpus), *["1Gi"] * 3), ())) == {"a/0", "a/1"}
 
 
 @PLANNERS

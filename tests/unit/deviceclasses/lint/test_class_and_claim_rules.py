@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from deviceclasses.lint.selectors.attribute_catalogue import CAPACITIES
 from driver.model.device import devices_of
+from driver.model.shared_memory import GIB, SharedMemory, SharingStrategy
 from driver.slices.attributes import capacity
 from tessera.cli import main
 from tests.support.chart import CHART
@@ -290,7 +291,8 @@ def test_selectors_of_a_request_are_held_against_what_its_class_lets_pass() -> N
 
 def test_the_capacities_that_lint_knows_are_those_that_are_published() -> None:
     gpu = gpu_of()
-    published = {name for device in devices_of(gpu, 0, shares=2) for name in capacity(device)}
+    by_mps = SharedMemory(SharingStrategy.MPS, 64 * GIB)
+    published = {name for device in devices_of(gpu, 0, shares=2, shared=by_mps) for name in capacity(device)}
     assert published == CAPACITIES
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from driver.model.device import Monitor, devices_of
+from driver.model.device import Monitor, devices_of, shared_device
 from driver.model.offer import DeviceKind
+from driver.model.shared_memory import GIB, SharedMemory, SharingStrategy
 from driver.slices.attributes import FACTS, attributes, capacity, monitor_attributes, quantity
+from tests.support.gpus import gpu_of
 from tests.support.node import NodeUnderTest
 
 DOCS = Path(__file__).parents[4] / "docs" / "attributes.md"
@@ -51,6 +54,25 @@ def test_a_full_h100_tells_everything_but_a_multi_node_fabric(node: NodeUnderTes
     assert (found["pcieGeneration"], found["pcieWidth"]) == (5, 16)
     assert found["migMode"] == "disabled"
     assert capacity(full) == {"memory": {"value": "81559Mi"}, "multiprocessors": {"value": "132"}}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "cuda", "clients"),
+    [
+        (SharingStrategy.MPS, "12.4.0", "48"),
+        (SharingStrategy.MPS, "13.0.0", "48"),
+        (SharingStrategy.MPS, "13.1.0", "60"),
+        (SharingStrategy.MPS, "14.0.0", "60"),
+        (SharingStrategy.TIME_SLICING, "13.1.0", None),
+    ],
+)
+def test_a_gpu_shared_by_mps_has_room_for_as_many_claims_as_its_server_serves_contexts(
+    strategy: SharingStrategy, cuda: str, clients: str | None
+) -> None:
+    gpu = replace(gpu_of(), cuda_driver_version=cuda)
+    amounts = capacity(shared_device(gpu, 0, SharedMemory(strategy, 64 * GIB)))
+    each_takes_one = {"default": "1", "validRange": {"min": "1", "max": "1", "step": "1"}}
+    assert amounts.get("clients") == (clients and {"value": clients, "requestPolicy": each_takes_one})
 
 
 def test_a_partition_tells_its_own_size_and_place(node: NodeUnderTest) -> None:

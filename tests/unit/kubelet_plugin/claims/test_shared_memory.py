@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from driver.errors import ClaimError
-from driver.model.device import number_gpus
+from driver.model.device import Device, number_gpus
 from driver.model.gpu import Gpu, MigMode
 from driver.model.gpu_settings import GpuSharing, parse_shared
 from driver.model.offer import SHARED as SHARED_KIND
@@ -43,10 +43,15 @@ def node(tmp_path: Path) -> NodeUnderTest:
     return start_node(tmp_path, sharing=IN_TURNS)
 
 
-def shared_gpu(node: NodeUnderTest) -> SharedMemory:
+def shared_of(node: NodeUnderTest) -> Device:
     [device] = [d for d in node.node.inventory.devices_on(node.node.inventory.gpus[0]) if d.kind is DeviceKind.SHARED]
-    assert device.shared is not None
-    return device.shared
+    return device
+
+
+def shared_gpu(node: NodeUnderTest) -> SharedMemory:
+    shared = shared_of(node).shared
+    assert shared is not None
+    return shared
 
 
 def taints(node: NodeUnderTest, policy: PublishPolicy) -> dict[str, list[Any]]:
@@ -117,6 +122,15 @@ def test_a_claim_that_states_no_memory_has_the_whole_gpu(node: NodeUnderTest) ->
     node.preparer.prepare(node.api.allocate("all", part(None, "s1")))
     with pytest.raises(ClaimError, match="has 0 GiB left of 79"):
         node.preparer.prepare(node.api.allocate("one", part("1Gi", "s2")))
+
+
+def test_a_claim_is_refused_where_mps_serves_no_more(tmp_path: Path) -> None:
+    node = start_node(tmp_path, sharing=BY_MPS)
+    part_of_one = replace(shared_of(node), spot=Spot(SHARED_KIND, 1))
+    for number in range(48):
+        node.node.inventory.hold(ClaimReference("default", f"claim-{number:02}", str(number)), [part_of_one])
+    with pytest.raises(ClaimError, match=r"gpu-0-shared has room for 48 claims by MPS, all of them taken; .*claim-00"):
+        node.preparer.prepare(node.api.allocate("another", part("1Gi", "s1")))
 
 
 @pytest.mark.parametrize("other", ["gpu-0", "gpu-0-mig-1g10gb-0"])

@@ -238,6 +238,7 @@ def test_the_table_has_devices_and_reasons_and_then_a_picture() -> None:
         ("gpu-dev", ["--nodes", "h100-1", "--shares", "all=5"], 5),
         ("gpu-shared=6Gi", ["--nodes", "l4-4", "--shared", "0=mps,1=time-slicing"], 6),
         ("gpu-shared=100Mi", ["--nodes", "l4-4", "--shared", "0=mps"], 23),
+        ("gpu-shared=1Gi", ["--nodes", "h100-1", "--shared", "0=mps"], 48),
     ],
 )
 def test_a_class_is_filled_until_nothing_fits(device_class: str, options: list[str], count: int) -> None:

@@ -11,7 +11,7 @@ from controller.explain.reason import ReasonCode
 from controller.explain.sources.no_free_device import Reasoning
 from tests.support.queues import Situation, fleet_gpu, request
 from tests.support.reasons import reasons_of
-from tests.support.shared_gpus import SHARED, memory, shared_gpu, shared_result
+from tests.support.shared_gpus import BY_MPS, SHARED, memory, shared_gpu, shared_result
 
 
 def reason(gpus: list[Any], *requests: dict[str, Any]) -> tuple[ReasonCode, str]:
@@ -69,6 +69,15 @@ def test_what_no_shared_gpu_has_is_said_once_and_for_all(gpus: list[Any], asked:
     code, sentence = reason(gpus, asked)
     assert code is ReasonCode.NOTHING_MATCHES
     assert expected in sentence
+
+
+def test_where_mps_serves_no_more_claims_that_is_said_and_not_how_much_memory_is_left() -> None:
+    full = shared_gpu("a", 1, *[1] * 48, strategy=BY_MPS)
+    code, sentence = reason([full], memory("1Gi"))
+    assert code is ReasonCode.HELD
+    assert "gpu-1 of a has room for 48 claims by MPS, all of them taken" in sentence
+    assert "GiB left" not in sentence
+    assert not reasons_of(Situation([shared_gpu("a", 1, *[1] * 47, strategy=BY_MPS)]).wants(memory("1Gi")).queue)
 
 
 def waiting(asked: str, **parts: str) -> Situation:
