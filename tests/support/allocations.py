@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,6 +23,7 @@ from driver.kube.types import Claim, GpuNodePlan, Key, ObjectMeta
 from driver.kube.watch_cache import Change, WatchCache
 from driver.model.device import Device, devices_of, number_gpus
 from driver.model.plan import PATH
+from driver.model.shared_memory import GIB, SharedMemory, SharingStrategy, gib_of
 from driver.placement.occupancy import overlap
 from driver.simulator.description import load_description
 from tests.harness.cluster import Cluster
@@ -34,10 +36,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Held:
-    """What one claim has, and since when: monotonic, as this process heard of it, and the version of the claim."""
+    """What one claim has, and since when: monotonic, as this process heard of it, and the version of the claim.
+
+    ``gib``: how much of each device, if others may have a part of it.
+    """
 
     uid: str
     devices: tuple[PoolDevice, ...]
+    gib: tuple[int, ...]
     at: float = field(compare=False)
     version: int = field(compare=False)
 
@@ -74,11 +80,12 @@ class Published:
 
 @cache
 def devices_by_name(hardware: str, shares: int = 0) -> Mapping[str, Device]:
-    """Everything a node of that hardware could ever offer, each GPU perhaps as so many shares."""
+    """Everything a node of that hardware could ever offer, each GPU perhaps as so many shares, or by memory."""
     with TemporaryDirectory() as folder:
         gpus = discover(load_description(hardware), Path(folder))
     numbers = number_gpus(gpus, {})
-    return {device.name: device for gpu in gpus for device in devices_of(gpu, numbers[gpu.uuid], shares)}
+    shared = SharedMemory(SharingStrategy.TIME_SLICING, GIB)
+    return {d.name: d for gpu in gpus for d in devices_of(gpu, numbers[gpu.uuid], shares, shared=shared)}
 
 
 class Allocations:
@@ -93,6 +100,7 @@ class Allocations:
     and the claim has the device still, whichever of them came first. So an alarm is true. Missed are claims that ended
     before they were read again, and slices that were written again before the claim arrived.
 
+    ``most`` is how many GiB claims have had of each shared device at one time.
     ``unpublished`` and ``republished`` count how often a GPU with held devices left its slice, and came back.
     ``on_change`` is told the name of each claim that got or lost devices, and what it has now.
     """
@@ -116,6 +124,7 @@ class Allocations:
         """Devices that were no longer in the slices when they were given out."""
         self.overlaps: list[str] = []
         self.touched: list[str] = []
+        self.most: Counter[PoolDevice] = Counter()
         self.unpublished = self.republished = 0
         self._changing = threading.Lock()
         self._since: dict[Key, Held] = {}
@@ -145,6 +154,11 @@ class Allocations:
                 self.late += len(set(change.new.devices) - self.published())
                 self._look_for_overlaps(change.key, change.new)
             self._on_change(change.key.name, change.new)
+        held: Counter[PoolDevice] = Counter()
+        for claim in self._claims.snapshot().values():
+            for device, gib in zip(claim.devices, claim.gib, strict=True):
+                held[device] += gib
+        self.most |= held
         with self._changing:
             _keep(self._since, changes)
             self._look_for_absent({device.pool for change in changes if change.new for device in change.new.devices})
@@ -245,6 +259,7 @@ def _gpu_of(device: PoolDevice) -> tuple[str, str]:
 def _held(claim: Claim) -> Held | None:
     if claim.status.allocation is None:
         return None
-    results = claim.status.allocation.devices.results
-    devices = tuple(PoolDevice(result.pool, result.device) for result in results if result.driver == DRIVER)
-    return Held(claim.metadata.uid, devices, time.monotonic(), claim.metadata.version)
+    results = [result for result in claim.status.allocation.devices.results if result.driver == DRIVER]
+    devices = tuple(PoolDevice(result.pool, result.device) for result in results)
+    gib = tuple(gib_of(result.consumed_capacity, 0) or 0 for result in results)
+    return Held(claim.metadata.uid, devices, gib, time.monotonic(), claim.metadata.version)

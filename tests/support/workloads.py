@@ -93,23 +93,27 @@ def bound_pod(cluster: Cluster, name: str, node: str, claim: str, *, owned: bool
 
 
 class Workloads:
-    """What one test creates. Names are the test's own; ``delete_all`` removes what is left."""
+    """What one test creates in a namespace. Names are the test's own; ``delete_all`` removes what is left."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, namespace: str = NAMESPACE) -> None:
         self.cluster = cluster
-        self._pods: list[str] = []
+        self.namespace = namespace
+        self._pods_path, self._claims_path, self._templates_path = (
+            path.replace(f"/{NAMESPACE}/", f"/{namespace}/") for path in (PODS, CLAIMS, TEMPLATES)
+        )
+        self.pods: list[str] = []
         self._claims: list[str] = []
         self._templates: list[str] = []
 
     def claim(self, name: str, *requests: Mapping[str, Any]) -> str:
         body = {"metadata": {"name": name}, "spec": {"devices": {"requests": list(requests)}}}
-        self.cluster.api.post(CLAIMS, body)
+        self.cluster.api.post(self._claims_path, body)
         self._claims.append(name)
         return name
 
     def template(self, name: str, *requests: Mapping[str, Any]) -> str:
         body = {"metadata": {"name": name}, "spec": {"spec": {"devices": {"requests": list(requests)}}}}
-        self.cluster.api.post(TEMPLATES, body)
+        self.cluster.api.post(self._templates_path, body)
         self._templates.append(name)
         return name
 
@@ -137,50 +141,50 @@ class Workloads:
             "containers": [container],
             "resourceClaims": sources,
         }
-        self.cluster.api.post(PODS, {"metadata": {"name": name}, "spec": spec})
-        self._pods.append(name)
+        self.cluster.api.post(self._pods_path, {"metadata": {"name": name}, "spec": spec})
+        self.pods.append(name)
         return name
 
     def running(self, *pods: str) -> None:
         """Wait until they run."""
         for pod in pods:
-            self.cluster.wait_pod(pod, deadline_s=RUNNING_S)
+            self.cluster.wait_pod(pod, namespace=self.namespace, deadline_s=RUNNING_S)
 
     def allocated(self, claim: str) -> list[str]:
         """The devices the scheduler gave the claim; empty before it did."""
-        status = self.cluster.api.get(f"{CLAIMS}/{claim}").get("status", {})
+        status = self.cluster.api.get(f"{self._claims_path}/{claim}").get("status", {})
         return [result["device"] for result in status.get("allocation", {}).get("devices", {}).get("results", ())]
 
     def pod_claims(self, pod: str) -> list[str]:
         """Names of the claims a pod uses, generated ones included."""
-        status = self.cluster.api.get(f"{PODS}/{pod}")["status"]
+        status = self.cluster.api.get(f"{self._pods_path}/{pod}")["status"]
         return [entry["resourceClaimName"] for entry in status.get("resourceClaimStatuses", ())]
 
     def why_waiting(self, pod: str) -> str:
         """The scheduler's reason for a pod it can't place; empty while there is none."""
-        for condition in self.cluster.api.get(f"{PODS}/{pod}")["status"].get("conditions", ()):
+        for condition in self.cluster.api.get(f"{self._pods_path}/{pod}")["status"].get("conditions", ()):
             if condition["type"] == "PodScheduled" and condition["status"] == "False":
                 return str(condition.get("message", ""))
         return ""
 
     def node(self, pod: str) -> str:
         """The node of a pod; empty before the scheduler has placed it."""
-        return str(self.cluster.api.get(f"{PODS}/{pod}")["spec"].get("nodeName", ""))
+        return str(self.cluster.api.get(f"{self._pods_path}/{pod}")["spec"].get("nodeName", ""))
 
     def delete_pods(self, *pods: str) -> None:
         """Delete them and wait until they are gone, which is after their claims were unprepared."""
         self.end_pods(*pods)
         for pod in pods:
-            self.cluster.wait_pod_gone(pod)
+            self.cluster.wait_pod_gone(pod, self.namespace)
 
     def end_pods(self, *pods: str) -> None:
         """Delete them and wait for nothing."""
         for pod in pods:
-            self._delete(f"{PODS}/{pod}")
+            self._delete(f"{self._pods_path}/{pod}")
 
     def delete_claims(self, *claims: str) -> None:
         for claim in claims:
-            self._delete(f"{CLAIMS}/{claim}")
+            self._delete(f"{self._claims_path}/{claim}")
 
     def delete_all(self) -> None:
         for path in self._paths():
@@ -192,12 +196,12 @@ class Workloads:
 
     def exec(self, pod: str, *command: str) -> str:
         """What the command prints inside the pod's container, on whichever node it runs."""
-        return self.cluster.node(self.node(pod)).exec(NAMESPACE, pod, command)
+        return self.cluster.node(self.node(pod)).exec(self.namespace, pod, command)
 
     def _paths(self) -> Iterable[str]:
-        yield from (f"{PODS}/{pod}" for pod in self._pods)
-        yield from (f"{CLAIMS}/{claim}" for claim in self._claims)
-        yield from (f"{TEMPLATES}/{template}" for template in self._templates)
+        yield from (f"{self._pods_path}/{pod}" for pod in self.pods)
+        yield from (f"{self._claims_path}/{claim}" for claim in self._claims)
+        yield from (f"{self._templates_path}/{template}" for template in self._templates)
 
     def _delete(self, path: str) -> None:
         try:
