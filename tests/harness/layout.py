@@ -70,6 +70,11 @@ class NodeLayout:
         return self.root / "tessera"
 
     @property
+    def mps(self) -> Path:
+        """Where a node in its usual places has its MPS daemons."""
+        return self.root / "mps"
+
+    @property
     def cni(self) -> Path:
         return self.root / "cni"
 

@@ -34,6 +34,7 @@ class Node:
     kubelet_dir   the kubelet's root: a DRA plugin registers in ``kubelet_dir/plugins_registry``
     cdi_dir       the only directory in which this node's containerd looks for CDI specs
     pod_logs_dir  the logs of its pods
+    mps_dir       the directory of the MPS daemons, if the node is in its usual places
     """
 
     def __init__(self, state: ClusterState, index: int) -> None:
@@ -48,6 +49,7 @@ class Node:
         self.kubelet_dir = self._layout.kubelet
         self.cdi_dir = self._layout.cdi
         self.pod_logs_dir = self._layout.pod_logs
+        self.mps_dir = self._layout.mps
         self.containerd_socket = self._layout.socket
 
     def __repr__(self) -> str:
@@ -122,6 +124,10 @@ class Node:
         files = sorted(self.pod_logs_dir.glob(f"{namespace}_{pod}_*/{container or '*'}/*.log"))
         return "".join(_without_prefix(line) for file in files for line in file.read_text().splitlines())
 
+    def inside(self, command: list[str]) -> list[str]:
+        """``command`` as a process that finds directories where this node has them."""
+        return self._places.inside(command) if self._places else command
+
     # Called by Cluster
 
     def prepare(self) -> None:
@@ -163,8 +169,7 @@ class Node:
         if any(record.alive for record in self._records(program)):
             raise EnvironmentFault(f"the {program} of {self.name} runs already; stop or kill it first")
         command = [self._state.program(program), *flags, *self._state.extra_args.get(program, [])]
-        command = self._places.inside(command) if self._places else command
-        self._table.spawn(f"{program}-{self.name}", command, self._log(program))
+        self._table.spawn(f"{program}-{self.name}", self.inside(command), self._log(program))
 
     def _wait(self, program: str, probe: Probe) -> None:
         for record in self._records(program):

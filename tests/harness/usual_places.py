@@ -19,13 +19,15 @@ KUBELET = Path("/var/lib/kubelet")
 CDI = Path("/run/cdi")
 TESSERA = Path("/var/lib/tessera")
 """Where simulated GPUs of a pod are."""
+MPS = Path("/run/tessera-mps")
+"""Where the node plugin and the containers of claims find the MPS daemons."""
 HOLDER = ["/usr/bin/unshare", "--mount", "--propagation", "private", "/bin/sleep", "infinity"]
 READY_S = 60.0
 
 
 def places(node: NodeLayout) -> dict[Path, Path]:
     """What is mounted where: the node's own directory by the place where its pods look for it."""
-    return {KUBELET: node.kubelet, CDI: node.cdi, TESSERA: node.tessera}
+    return {KUBELET: node.kubelet, CDI: node.cdi, TESSERA: node.tessera, MPS: node.mps}
 
 
 class UsualPlaces:

@@ -19,7 +19,7 @@ import msgspec
 
 from driver.model.gpu_settings import time_slice_in_force
 from driver.model.offer import DeviceKind
-from driver.model.shared_memory import GIB, MemoryLimit
+from driver.model.shared_memory import GIB, MemoryLimit, SharingStrategy
 from driver.simulator.node import SimulatedNode, describe
 from kubelet_plugin.cdi.spec_format import variable
 from kubelet_plugin.checkpoint.files import TEMPORARY
@@ -48,6 +48,7 @@ class Facts:
     answered     uids of the claims that the kubelet was told are prepared and has not had unprepared
     foreign      partitions that somebody else made
     limits       what the driver limits pods to
+    daemons      UUIDs of the GPUs that an MPS daemon serves; None: nobody looked
     """
 
     gpus: Sequence[Object]
@@ -59,6 +60,7 @@ class Facts:
     answered: frozenset[str] = frozenset()
     foreign: frozenset[Place] = frozenset()
     limits: PodLimits = field(default_factory=dict)
+    daemons: frozenset[str] | None = None
 
     def partitions(self) -> Iterator[tuple[Place, Object]]:
         for gpu in self.gpus:
@@ -148,6 +150,8 @@ def leftovers(facts: Facts) -> list[str]:
     found += [f"partition {place}" for place, _ in facts.partitions() if place not in facts.foreign]
     found += [f"memory limit of pod {pod} on {gpu}" for gpu, pod in facts.limits]
     found += [f"time-slice {gpu['timeSlice']} of {gpu['uuid']}" for gpu in facts.gpus if gpu["timeSlice"] != "Default"]
+    found += [f"mode {gpu['computeMode']} of {gpu['uuid']}" for gpu in facts.gpus if gpu["computeMode"] != "DEFAULT"]
+    found += [f"MPS daemon of {gpu}" for gpu in facts.daemons or ()]
     return found + [f"temporary file {name}" for name in facts.temporary]
 
 
@@ -256,6 +260,16 @@ def _pods_are_limited_to_what_their_claims_have(facts: Facts) -> Iterator[str]:
             yield f"pod {key[1]} is limited to {facts.limits.get(key)} bytes of {key[0]}, not to {wanted.get(key)}"
 
 
+def _mps_serves_the_gpus_that_claims_share_by_it(facts: Facts) -> Iterator[str]:
+    shared = {device.gpu_uuid for _, device in facts.prepared() if device.strategy is SharingStrategy.MPS}
+    for gpu in facts.gpus:
+        mode = "EXCLUSIVE_PROCESS" if gpu["uuid"] in shared else "DEFAULT"
+        if gpu["computeMode"] != mode:
+            yield f"{gpu['uuid']} has compute mode {gpu['computeMode']}, not {mode}"
+    if facts.daemons is not None and facts.daemons != shared:
+        yield f"MPS daemons serve {sorted(facts.daemons)}, not {sorted(shared)}"
+
+
 Rule = Callable[[Facts], Iterable[str]]
 
 ALWAYS: Sequence[Rule] = (_partitions_have_one_claim, _specs_have_a_claim, _memory_is_given_once)
@@ -269,6 +283,7 @@ AT_REST: Sequence[Rule] = (
     _nothing_is_half_done,
     _time_slices_are_as_asked,
     _pods_are_limited_to_what_their_claims_have,
+    _mps_serves_the_gpus_that_claims_share_by_it,
 )
 
 

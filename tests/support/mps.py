@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from driver.simulator.mps.control_program import PROGRAM
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.latency import ZERO_LATENCY
 from kubelet_plugin.mps.client import MpsAccess, MpsClient
+from kubelet_plugin.mps.protocol import DIRECTORY, PIPE, RECORD
 from tessera.sim.node_commands import sim
 from tests.harness.waiting import wait_for
 
@@ -38,6 +40,37 @@ def running(root: Path) -> list[str]:
         if f"{root}/usr/bin/nvidia-cuda-mps" in line:
             lines.append(line)
     return lines
+
+
+def serving(directory: Path) -> list[str]:
+    """The command of the process of the MPS daemons."""
+    return [sys.executable, "-m", "kubelet_plugin.mps", str(directory), "text"]
+
+
+def with_daemons_in(directory: Path, command: Sequence[str]) -> list[str]:
+    """``command`` as a process that finds this directory in the place where a node has its MPS daemons."""
+    script = f'mkdir -p {DIRECTORY} && mount --bind "$0" {DIRECTORY} && exec "$@"'
+    unshare = ["/usr/bin/unshare", "--mount", "--propagation", "private", "/bin/sh", "-c", script]
+    return [*unshare, str(directory), *command]
+
+
+def served_gpus(folders: Iterable[Path]) -> frozenset[str]:
+    """UUIDs of the GPUs whose daemon runs in one of these folders of the MPS process; other folders by their names."""
+    served = set()
+    for folder in folders:
+        try:
+            os.kill(int((folder / PIPE / PID_FILE).read_text()), 0)
+            served.add(str(json.loads((folder / RECORD).read_text())["gpu"]))
+        except (OSError, ValueError):
+            served.add(folder.name)
+    return frozenset(served)
+
+
+def end_daemons(folder: Path) -> None:
+    """Kill all daemons below; their servers end with them."""
+    for path in folder.rglob(PID_FILE):
+        with suppress(ProcessLookupError):
+            os.kill(int(path.read_text()), signal.SIGKILL)
 
 
 class MpsNode:
@@ -108,8 +141,7 @@ class MpsProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "kubelet_plugin.mps", str(self.directory), "text"]
-        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(serving(self.directory), stderr=subprocess.DEVNULL)
         wait_for(self.answers, 30, "the process answers")
 
     def answers(self) -> bool:
@@ -169,7 +201,5 @@ def mps_node(driver: str, gpus: int = 1) -> Iterator[MpsNode]:
     try:
         yield MpsNode(folder, driver, gpus)
     finally:
-        for path in folder.rglob(PID_FILE):
-            with suppress(ProcessLookupError):
-                os.kill(int(path.read_text()), signal.SIGKILL)
+        end_daemons(folder)
         shutil.rmtree(folder, ignore_errors=True)

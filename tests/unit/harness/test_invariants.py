@@ -85,6 +85,8 @@ BROKEN: dict[str, tuple[Callable[[Facts], Facts], str]] = {
     "a file is half written": (lambda f: replace(f, temporary=[".x.tmp"]), "left .x.tmp"),
     "an interval nobody asks for": (lambda f: with_gpu(f, timeSlice="Short"), "ask for Default"),
     "a limit of a pod without a claim": (lambda f: replace(f, limits={("GPU-0", "a"): 1}), "limited to 1 bytes"),
+    "a compute mode nobody needs": (lambda f: with_gpu(f, computeMode="EXCLUSIVE_PROCESS"), "not DEFAULT"),
+    "a daemon nobody needs": (lambda f: replace(f, daemons=frozenset({"GPU-0"})), "MPS daemons serve ['GPU-0']"),
     "an interval is lost": (lambda f: with_device(f, time_slice=TimeSlice.LONG), "ask for Long"),
 }
 
