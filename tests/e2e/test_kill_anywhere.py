@@ -14,13 +14,17 @@ from typing import TypeVar
 
 import pytest
 
+from kubelet_plugin.mps.protocol import SOCKET
 from kubelet_plugin.step_names import NodeStep
 from tests.harness.cluster import Cluster
+from tests.harness.processes import STOP_GRACE_S, ProcessTable, stop
+from tests.harness.waiting import wait_for
 from tests.support.chart import install
 from tests.support.control_plane import control_plane
 from tests.support.kill_matrix import OF_MAKE_TEST, SCENARIOS, Case, Scenario, kill, one_of_each, watch
 from tests.support.kill_node import KillNode
-from tests.support.killable import zygote
+from tests.support.killable import READY_S, zygote
+from tests.support.mps import end_daemons, serving
 
 pytestmark = [pytest.mark.cluster, pytest.mark.core, pytest.mark.timeout(900), pytest.mark.needs("shared counters")]
 
@@ -69,8 +73,14 @@ def nodes(cluster: Cluster) -> Iterator[Nodes]:
     root = Path(tempfile.mkdtemp(prefix="tk-", dir=MEMORY))
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, root)
-        parent = stack.enter_context(zygote(cluster))
-        found = [KillNode(cluster, parent, f"kill-{number}", root) for number in range(NODES)]
+        mps = root / "mps"
+        mps.mkdir()
+        stack.callback(end_daemons, mps)
+        served = ProcessTable(cluster.directory).spawn("mps", serving(mps), cluster.logs_dir / "mps.log")
+        stack.callback(stop, [served], STOP_GRACE_S)
+        wait_for((mps / SOCKET).exists, READY_S, "the process of the MPS daemons")
+        parent = stack.enter_context(zygote(cluster, mps))
+        found = [KillNode(cluster, parent, f"kill-{number}", root, mps) for number in range(NODES)]
         for node in found:
             stack.callback(node.close)
         yield Nodes(found)

@@ -42,6 +42,7 @@ SHAPES = (
         [Wanted([SHARED], gib=6, pod=1), Wanted([SHARED], gib=2, pod=1), Wanted([SHARED], gib=70, pod=2)],
         (True, False),
     ),
+    Shape("MPS", [Wanted(["gpu-1-shared"], gib=6, pod=1), Wanted(["gpu-1-shared"], gib=2, pod=2)], (False, True)),
 )
 
 

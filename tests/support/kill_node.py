@@ -22,12 +22,14 @@ from driver.placement.occupancy import overlap
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.latency import ZERO_LATENCY
 from kubelet_plugin.checkpoint.records import device_key
+from kubelet_plugin.mps.protocol import gpu_directory
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.invariants import DRIVER, Facts, allocations, published, read_facts, violations
 from tests.support.killable import KillablePlugin, Zygote
 from tests.support.kubelet import KnownClaim, Kubelet
 from tests.support.memory_limits import make_cgroup
+from tests.support.mps import end_daemons, served_gpus
 from tests.support.plugin import SLICES
 from tests.support.shared_gpus import shared_memory
 from tests.support.workloads import CLAIMS, PODS, request
@@ -83,12 +85,16 @@ class Look:
 
 
 class KillNode:
-    """``claims`` are those that exist now. Waiting raises DeadlineError, the kubelet AnswerError."""
+    """``claims`` are those that exist now. Waiting raises DeadlineError, the kubelet AnswerError.
 
-    def __init__(self, cluster: Cluster, parent: Zygote, name: str, root: Path) -> None:
+    Claims may share GPU 0 in time slices, and GPU 1, too, or by MPS if ``mps``, the directory of its daemons, is given.
+    """
+
+    def __init__(self, cluster: Cluster, parent: Zygote, name: str, root: Path, mps: Path | None = None) -> None:
         cluster.add_node_object(name)
         self.name = name
         self.root = root / name
+        self._mps = mps
         self._api = cluster.api
         self._numbers = itertools.count()
         description = root / "two-h100.yaml"
@@ -136,7 +142,7 @@ class KillNode:
     def reboot(self) -> None:
         """The machine: partitions are gone, and what lies in memory (/var/run) too. The plugin is started again."""
         self.kill()
-        self._simulated.reboot()
+        self._reboot_hardware()
         shutil.rmtree(self._cdi_dir)
         self.start()
 
@@ -183,6 +189,7 @@ class KillNode:
             allocations=allocations(claims),
             published=published(slices, self.name),
             answered=frozenset(self.kubelet.prepared) - self.kubelet.leaving,
+            daemons=served_gpus(self._daemons()),
         )
         return Look(facts, slices, claims)
 
@@ -220,7 +227,7 @@ class KillNode:
         self.forget_claims()
         for directory in (self._state_dir / "claims", self._cdi_dir):
             shutil.rmtree(directory, ignore_errors=True)
-        self._simulated.reboot()
+        self._reboot_hardware()
         self.kubelet.prepared.clear()
         self.kubelet.owed = None
         self.start()
@@ -231,6 +238,17 @@ class KillNode:
         self._host.close()
 
     # Private
+
+    def _daemons(self) -> list[Path]:
+        """The folders of MPS daemons, which the daemons of all nodes are below."""
+        folders = [Path(gpu_directory(str(self._mps), gpu.uuid)) for gpu in self._gpus if self._mps]
+        return [folder for folder in folders if folder.exists()]
+
+    def _reboot_hardware(self) -> None:
+        self._simulated.reboot()
+        for folder in self._daemons():
+            end_daemons(folder)
+            shutil.rmtree(folder)
 
     @property
     def _own_claims(self) -> str:
@@ -258,7 +276,7 @@ class KillNode:
             "host_root": self._host_root,
             "sim_latency": "zero",
             "shares": f"all={SHARES}",
-            "shared": "all=time-slicing",
+            "shared": "0=time-slicing,1=mps" if self._mps else "all=time-slicing",
         }
 
     def _allocated(self, wanted: Wanted) -> KnownClaim:

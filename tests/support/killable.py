@@ -17,6 +17,7 @@ from tests.harness.cluster import Cluster
 from tests.harness.processes import STOP_GRACE_S, ProcessTable, stop
 from tests.harness.waiting import wait_for
 from tests.support import plugin_zygote
+from tests.support.mps import with_daemons_in
 
 READY_S = 60.0
 DEAD_S = 60.0
@@ -55,17 +56,20 @@ class Zygote:
         return False
 
 
-def zygote(cluster: Cluster) -> AbstractContextManager[Zygote]:
-    """Running while the block runs; it belongs to the cluster, and so do its children."""
-    return zygote_in(cluster.directory, cluster.logs_dir)
+def zygote(cluster: Cluster, mps: Path | None = None) -> AbstractContextManager[Zygote]:
+    """Running while the block runs; it belongs to the cluster, and so do its children.
+
+    ``mps``: the directory of the MPS daemons of its children.
+    """
+    return zygote_in(cluster.directory, cluster.logs_dir, mps)
 
 
 @contextmanager
-def zygote_in(directory: Path, logs: Path) -> Iterator[Zygote]:
+def zygote_in(directory: Path, logs: Path, mps: Path | None = None) -> Iterator[Zygote]:
     """The same without a cluster."""
     address, table = directory / "zygote.sock", ProcessTable(directory)
     command = [sys.executable, "-P", plugin_zygote.__file__, str(address)]
-    record = table.spawn("zygote", command, logs / "zygote.log")
+    record = table.spawn("zygote", with_daemons_in(mps, command) if mps else command, logs / "zygote.log")
     try:
         wait_for(address.exists, READY_S, "the process that plugins are forked from")
         yield Zygote(address)
