@@ -19,7 +19,7 @@ from driver.config.flag_values import (
 )
 from driver.config.suggestions import meant
 from driver.errors import UsageError
-from driver.model.offer import FULL, SHARE, SHARED, DeviceKind, OfferKind
+from driver.model.offer import FULL, SHARE, SHARED, OfferKind, partition_kind
 from driver.placement.measure import CLIQUE_CLASS, FULL_CLASS, SHARE_CLASS, SHARED_CLASS
 
 PROFILE = re.compile(r"\d+g\.\d+gb([+-][a-z.]+)*")
@@ -63,7 +63,7 @@ def _count(part: str) -> tuple[OfferKind, int]:
     kinds = {"full": FULL, "share": SHARE, "shared": SHARED}
     if not number.isdecimal() or not (name in kinds or PROFILE.fullmatch(name)):
         raise ValueError(f"{part!r} is not KIND=COUNT; accepted are auto, none, and such as full=8,1g.10gb=2,share=4")
-    return kinds.get(name, OfferKind(DeviceKind.PARTITION, name)), int(number)
+    return kinds.get(name) or partition_kind(name), int(number)
 
 
 def _listen(value: object) -> object:

@@ -244,8 +244,9 @@ class SliceObserver(SliceWriteObserver):
 
 
 def with_mig_uuids(gpus: Iterable[PublishedGpu], records: Iterable[ClaimRecord]) -> list[PublishedGpu]:
-    """``gpus`` with the UUIDs of the partitions in ``records``."""
-    uuids = {device.device: device.uuid for record in records for device in record.devices if device.uuid is not None}
+    """``gpus`` with the UUIDs of the partitions in ``records``; a shared one has several."""
+    devices = (device for record in records for device in record.devices if not device.share_id)
+    uuids = {device.device: device.uuid for device in devices if device.uuid is not None}
     return [
         replace(gpu, mig_uuids={held.name: uuids[held.name] for held in gpu.held if held.name in uuids}) for gpu in gpus
     ]

@@ -31,7 +31,7 @@ from kubelet_plugin.cdi.spec_format import SpecFormat
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.files import probe
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
-from kubelet_plugin.checkpoint.recorded_gpus import KnownGpus, held_shares, held_strategies
+from kubelet_plugin.checkpoint.recorded_gpus import KnownGpus, held_profiles, held_shares, held_strategies
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
 from kubelet_plugin.claims.claim_memory import GpuSettingsOfClaims, LimitProbe
 from kubelet_plugin.claims.claim_stores import ClaimStores
@@ -143,7 +143,7 @@ class NodePlugin:
         checkpoint = Checkpoint(settings.state_dir)
         with self._step(NodeStep.LOAD_CHECKPOINT):
             records = checkpoint.load()
-        self._scanner = Scanner(host, settings, self._events)
+        self._scanner = Scanner(host, settings, self._events, held_profiles(records))
         self._known_gpus = KnownGpus(settings.state_dir, boot_id(paths))
         with self._step(NodeStep.DISCOVER), ExitStack() as failed:
             failed.callback(self._hardware.close)

@@ -26,12 +26,14 @@ from driver.model.gpu_settings import (
     NO_GPU,
     NO_LAYOUTS,
     NO_SHARED,
+    NO_SHARED_PROFILES,
     NO_SHARES,
     GpuSelection,
     GpuSharing,
     Layouts,
     ShareCounts,
     SharedGpus,
+    SharedProfiles,
 )
 from driver.model.plan import CURATED
 
@@ -93,6 +95,7 @@ class NodeSettings:
     shares: Annotated[ShareCounts, PARSERS["shares"]] = NO_SHARES
     shared: Annotated[SharedGpus, PARSERS["shared"]] = NO_SHARED
     shares_only: Annotated[GpuSelection, PARSERS["shares_only"]] = NO_GPU
+    compute_instances: Annotated[SharedProfiles, PARSERS["compute_instances"]] = NO_SHARED_PROFILES
     memory_hook: Annotated[str, PARSERS["memory_hook"]] = "auto"
     framework_variables: Annotated[str, PARSERS["framework_variables"]] = "none"
     publish: Annotated[str, PARSERS["publish"]] = CURATED

@@ -119,6 +119,10 @@ def main() -> None:
     help="WHICH=time-slicing|mps,...: let claims share GPUs by memory (docs/sharing.md).  [default: none]",
 )
 @click.option("--shares-only", help="GPUs to offer only as shares or by memory.  [default: none]")
+@click.option(
+    "--compute-instances",
+    help="1c.3g.40gb,...: claims share partitions of a profile, each with a compute instance.  [default: none]",
+)
 @click.option("--memory-hook", help="Hook that limits containers of shared GPUs: auto or none.  [default: auto]")
 @click.option(
     "--framework-variables",

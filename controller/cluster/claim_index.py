@@ -18,7 +18,7 @@ from driver.kube.types import (
     Pod,
     PodGroup,
 )
-from driver.model.device import is_monitor, is_shared
+from driver.model.device import is_monitor, is_shared, is_shared_partition
 from driver.model.plan import Held
 from driver.model.shared_memory import gib_of
 
@@ -163,7 +163,8 @@ class ClaimIndex:
             if result.driver != self._driver or (result.admin_access and not is_monitor(result.device)):
                 continue
             if is_shared(result.device):
-                gib = gib_of(result.consumed_capacity, whole=0) or 0
+                is_partition = is_shared_partition(result.device)
+                gib = 1 if is_partition else gib_of(result.consumed_capacity, whole=0) or 0
                 shares.setdefault((result.pool, result.device), []).append(gib)
             else:
                 yield result.pool, Held(result.device, name)

@@ -115,16 +115,24 @@ class FleetGpu:
     def overlaps(self) -> tuple[tuple[str, str], ...]:
         """Pairs of names of held devices that exclude each other: one of them was allocated by mistake.
 
-        A shared device whose claims have more than its memory excludes itself.
+        A shared device whose claims have more than its memory, or than its compute instances, excludes itself.
         """
         devices = {device.name: device for device in self.held}.values()
         # Two shares of less than all memory always fit next to each other.
         pairs = (pair for pair in combinations(devices, 2) if 1 in {pair[0].shares, pair[1].shares})
-        overdrawn = (device for device in devices if device.shared and self.state.used > device.shared.gib)
+        overdrawn = (device for device in devices if self.allocated(device) > self.capacity(device))
         return (
             *((first.name, second.name) for first, second in pairs if overlap(first, second)),
             *((device.name, device.name) for device in overdrawn),
         )
+
+    def capacity(self, device: Device) -> int:
+        """How much claims can have of a shared device: GiB, or compute instances of a shared partition; else 1."""
+        return device.shared.gib if device.shared is not None else device.spot.kind.instances
+
+    def allocated(self, device: Device) -> int:
+        """How much of ``capacity`` claims have."""
+        return self.state.used if device.shared is not None else dict(self.state.claims).get(device.spot, 0)
 
     @cached_property
     def clique(self) -> tuple[str, str]:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.cluster.node_views import NodeChanges, NodeView
 from driver.errors import StateError
-from driver.model.device import Device, is_shared, share_device, shared_device
+from driver.model.device import Device, is_shared, is_shared_partition, share_device, shared_device
 from driver.model.gpu import Gpu
+from driver.model.offer import OF_SEVERAL
 from driver.model.plan import Held
 from driver.model.reported_gpus import FaultKind, GpuReport, decode_inventory
 from driver.model.shared_memory import SHARING_FIELD, SharedMemory, SharingStrategy
@@ -102,6 +103,7 @@ def _gpu(node: NodeView, state: GpuReport, before: Gpu | None) -> FleetGpu:
     fault, fault_kind = state.fault, state.fault_kind
     if fault is None and node.unable is not None:  # a plugin that can't find its GPUs reports the condition alone
         fault, fault_kind = node.unable, FaultKind.UNHEALTHY
+    lacks_sharing = SHARING_FIELD in node.status.dropped  # without the field, a device would be one claim's alone
     return FleetGpu(
         node=node.name,
         gpu=before if before == state.gpu and before is not None else state.gpu,
@@ -111,11 +113,10 @@ def _gpu(node: NodeView, state: GpuReport, before: Gpu | None) -> FleetGpu:
         foreign=state.foreign,
         fault=fault,
         fault_kind=fault_kind,
-        uses=node.dedication.kinds(state.number),
+        uses=node.dedication.kinds(state.number) - (OF_SEVERAL if lacks_sharing else frozenset()),
         dedicated_by=node.dedication.label(state.number),
         why_no_offers=node.why_no_offers,
-        # Without the field, the device would be one claim's alone.
-        shared=None if SHARING_FIELD in node.status.dropped else state.shared,
+        shared=None if lacks_sharing else state.shared,
     )
 
 
@@ -127,6 +128,9 @@ def _holding(node: NodeView, empty: FleetGpu, before: FleetGpu | None) -> FleetG
         if share and int(share["number"]) == empty.number:
             shares = node.published.get(name, empty.shares) or 1
             held.append(share_device(empty.gpu, empty.number, int(share["index"]), shares))
+        elif is_shared_partition(name):
+            device = empty.device_named(name)
+            held += [device for claim in node.shared.get(name, ()) for _ in range(claim.gib) if device is not None]
         elif is_shared(name):
             held += _shares_of_memory(empty, name, node.shared.get(name, ()))
         elif not share and (device := empty.device_named(name)) is not None:

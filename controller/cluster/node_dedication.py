@@ -19,7 +19,7 @@ OF_ONE_GPU = re.compile(r"gpu-(?P<number>0|[1-9]\d{0,3})\." + re.escape(DEDICATE
 
 USES: Mapping[str, frozenset[DeviceKind]] = {
     "training": frozenset({DeviceKind.FULL}),
-    "inference": frozenset({DeviceKind.PARTITION}),
+    "inference": frozenset({DeviceKind.PARTITION, DeviceKind.SHARED_PARTITION}),
     "dev": frozenset({DeviceKind.SHARE, DeviceKind.SHARED}),
 }
 EVERY_USE = frozenset(DeviceKind)

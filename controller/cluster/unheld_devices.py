@@ -11,7 +11,7 @@ from controller.cluster.fleet import Fleet, FleetGpu
 from controller.cluster.node_views import NodeChanges, NodeView
 from driver.kube.types import GpuNodePlan
 from driver.model.device import Device
-from driver.model.offer import SHARED, Offer, Spot
+from driver.model.offer import Offer
 from driver.placement.occupancy import overlap
 
 
@@ -204,8 +204,9 @@ def _node_devices(view: NodeView, gpus: Collection[FleetGpu]) -> NodeDevices:
     offered = [offer for offer, name in names.items() if name in view.offered]
     fitting = (offer for offer in offered if not view.is_complete or states[offer.gpu].admits(offer.spot))
     shared = {
-        Offer(gpu.gpu.uuid, Spot(SHARED)): PoolDevice(view.pool, name)
+        Offer(gpu.gpu.uuid, spot): PoolDevice(view.pool, name)
         for gpu in (gpus if view.shared else ())
-        if (name := gpu.device_name(Spot(SHARED))) in view.shared and name in view.offered and gpu.state.left
+        for spot in gpu.state.open_spots
+        if (name := gpu.device_name(spot)) in view.shared and name in view.offered
     }
     return NodeDevices(view, devices, frozenset(fitting) | shared.keys(), shared)

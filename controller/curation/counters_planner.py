@@ -25,7 +25,7 @@ from controller.demand.demand import Demand, Eligible, demand_of
 from controller.demand.device_search import ROUNDING
 from controller.demand.pending_claims import Queue
 from controller.demand.requirements import NOTHING_ASKED, AskedKinds
-from driver.model.offer import SHARED, Offer, OfferKind, Spot
+from driver.model.offer import SHARED, DeviceKind, Offer, OfferKind, Spot
 from driver.placement.ranking import RankedGpu, Ranking
 
 EXTRA_EXCHANGES = 8
@@ -94,7 +94,7 @@ class CountersPlanner:
         # Offers that were chosen for their overlap are not the best places for claims of their kind.
         places = {offer: place for offer, place in present.items() if offer not in self._overlapping_offers}
         keep = {places[offer] for offer in protected if offer in places}
-        chosen, for_pending = set[FleetPlace](), tuple[FleetPlace, ...]()
+        chosen, for_pending = {*ranked.open_places}, tuple[FleetPlace, ...]()
         awaited = {place for place in places.values() if place.spot.kind in by_kind}
         default_kinds = ranked.default_kinds(asked)
         for kind in sorted(ranked.kinds, key=ranked.sizes.__getitem__, reverse=True):
@@ -222,7 +222,7 @@ class OfferSelection:
                         break
                     place = best.place
                 self.draft.add(place)
-                missing -= 1
+                missing -= 1 if self.draft.is_exclusive else self.draft.fleet.claims(place)
 
     def _next(self, candidates: list[FleetPlace], missing: int) -> FleetPlace | None:
         """The best of ``candidates`` that fits; any of them if all are needed."""
@@ -259,9 +259,11 @@ class OfferSelection:
         return True
 
     def _needs_requiring(self, place: FleetPlace) -> list[Need]:
-        """The needs that have no more offers than they ask for, ``place`` being one of them."""
-        within, count = self.draft.fleet.within, self.draft.count
-        return [need for need in self.needs if within(place, need.eligible) and count(need.eligible) <= need.count]
+        """The needs that would have fewer offers than they ask for without ``place``."""
+        fleet, count = self.draft.fleet, self.draft.count
+        claims = 1 if self.draft.is_exclusive else fleet.claims(place)
+        needs = (need for need in self.needs if fleet.within(place, need.eligible))
+        return [need for need in needs if count(need.eligible) - claims < need.count]
 
 
 def needs_of(
@@ -308,7 +310,8 @@ def _group(
     for group in demand.together:
         eligible = group if demand.eligible is None else group & demand.eligible
         # Most groups of a claim that nothing satisfies have too few places, and a draft of each would take long.
-        if sum(1 for _ in fleet.places(kind, eligible)) < demand.count:
+        is_exclusive = kind.type is not DeviceKind.SHARED_PARTITION
+        if is_exclusive and sum(1 for _ in fleet.places(kind, eligible)) < demand.count:
             continue
         price = _price(OfferDraft(fleet, kind), eligible, _within(asked, eligible) + demand.count, published)
         if price is not None:

@@ -29,7 +29,7 @@ from controller.demand.pending_claims import Queue
 from controller.demand.requirements import ClaimRequirements
 from driver.clock import soonest
 from driver.kube.types import Pod
-from driver.model.offer import FULL, SHARE, SHARED, Offer, OfferKind, Spot
+from driver.model.offer import FULL, SHARE, SHARED, DeviceKind, Offer, OfferKind, Spot
 from driver.placement.ranking import Ranking
 
 PodNeed = tuple[ClaimRequirements, Nodes]
@@ -93,7 +93,7 @@ class DisjointPlanner:
         plan.fill(self._offers, ranked.default_kinds(queue.asked), queue.asked.gib)
         by_claim = {key: tuple(map(ranked.offer, places)) for key, places in planned.items()}
         requested = frozenset(place.spot.kind for places in planned.values() for place in places)
-        offers = tuple(map(ranked.offer, sorted(plan.places.union(plan.shared.states))))
+        offers = tuple(map(ranked.offer, sorted(plan.places.union(plan.shared.states, ranked.open_places))))
         return PlannedOffers(offers, requested, by_claim)
 
 
@@ -111,6 +111,8 @@ class _Plan:
         for place in published:
             self._published[place.spot.kind].append(place)
         self.shared = SharedRoom(fleet, self._published[SHARED], STICKINESS)
+        self._left: dict[FleetPlace, int] = {}
+        """How many more claims can be planned for each shared partition that is planned already."""
         self._drafts: dict[OfferKind, OfferDraft] = {}
         self._unmet: set[PodNeed] = set()
         """What could not be planned: it can't be planned later either, because the free memory only shrinks."""
@@ -131,6 +133,7 @@ class _Plan:
         ``planned`` are the keys of claims that have devices already.
         """
         unmet, places_before, shared_before = self._unmet.copy(), self.places.copy(), self.shared.states.copy()
+        left_before = self._left.copy()
         nodes_left = {need: nodes.copy() for need, nodes in self._nodes_left.items()}
         published = {kind: places.copy() for kind, places in self._published.items()}
         of_gang: dict[str, tuple[FleetPlace, ...]] = {}
@@ -147,6 +150,7 @@ class _Plan:
         for place in self.places - places_before:
             self._remove(place)
         self._unmet, self._nodes_left, self.shared.states = unmet, nodes_left, shared_before
+        self._left = left_before
         self._published.update(published)
         return {}
 
@@ -208,6 +212,10 @@ class _Plan:
                 if place is not None:
                     return [place._replace(spot=Spot(SHARED, selected.gib))]
                 continue
+            partly = (place for place, left in self._left.items() if left and place.spot.kind == selected.kind)
+            usable = [place for place in partly if selected.has(place.spot) and self._fleet.within(place, group)]
+            if usable:
+                return [min(usable, key=lambda place: (self._left[place], place))]
             published = [
                 place
                 for place in self._published_with_room(selected.kind)
@@ -289,6 +297,9 @@ class _Plan:
             self.shared.open(device)
             if place.spot.at:
                 self.shared.take(device, place.spot.at)
+        if place.spot.kind.type is DeviceKind.SHARED_PARTITION:
+            is_open = device in self._left
+            self._left[device] = self._left.get(device, self._fleet.claims(device)) - 1
         if not is_open:
             self.places.add(device)
             for draft in self._drafts.values():

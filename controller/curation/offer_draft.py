@@ -8,7 +8,7 @@ from itertools import chain, islice
 
 from controller.curation.ranked_fleet import NO_CANDIDATES, CliqueCandidate, CliqueCandidates, FleetPlace, RankedFleet
 from controller.demand.demand import Eligible
-from driver.model.offer import OfferKind
+from driver.model.offer import DeviceKind, OfferKind
 from driver.placement.occupancy import GpuState
 from driver.placement.ranking import RankedClique, Terms
 
@@ -20,7 +20,8 @@ class OfferDraft:
     """The drafted places, of any kind, and the best of the places that are left for ``kind``.
 
     ``growth``: memory slices by which fragmentation grows if all drafted places are allocated. ``avoided``: places
-    that no drafted one may overlap; of those that overlap each other, the first ones.
+    that no drafted one may overlap; of those that overlap each other, the first ones. ``is_exclusive``: one claim gets
+    a place of ``kind``, not several as of a shared partition.
     """
 
     def __init__(self, fleet: RankedFleet, kind: OfferKind, avoided: Collection[FleetPlace] = ()) -> None:
@@ -28,6 +29,7 @@ class OfferDraft:
         self.kind = kind
         self.places: set[FleetPlace] = set()
         self.growth = 0.0
+        self.is_exclusive = kind.type is not DeviceKind.SHARED_PARTITION
         self._cliques = list(fleet.cliques)
         self._base: dict[Eligible, CliqueCandidates] = {None: fleet.candidates.get(kind, NO_CANDIDATES)}
         """The best place of each clique on the fleet."""
@@ -62,9 +64,9 @@ class OfferDraft:
         self.growth -= self._cliques[place.clique].rank(place.position, place.spot).growth
 
     def count(self, eligible: Eligible) -> int:
-        if eligible is None:
-            return len(self.places)
-        return sum(1 for place in self.places if self.fleet.uuid(place) in eligible)
+        """The number of claims that can get the drafted places."""
+        places = [place for place in self.places if eligible is None or self.fleet.uuid(place) in eligible]
+        return len(places) if self.is_exclusive else sum(map(self.fleet.claims, places))
 
     def best(self, eligible: Eligible) -> CliqueCandidate | None:
         return min(self._candidates(eligible), default=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from controller.cluster.fleet import Fleet, FleetGpu
@@ -105,6 +106,18 @@ class RankedFleet:
 
     def within(self, place: FleetPlace, eligible: Eligible) -> bool:
         return eligible is None or self.uuid(place) in eligible
+
+    def claims(self, place: FleetPlace) -> int:
+        """How many claims can get the device of ``place``: several, if it is a shared partition."""
+        held = self.cliques[place.clique].gpus[place.position].state.left_of(place.spot)
+        return held or place.spot.kind.instances
+
+    @cached_property
+    def open_places(self) -> set[FleetPlace]:
+        """The held shared partitions that have room. They are always offered, for they are published anyway."""
+        is_possible = any(kind.type is DeviceKind.SHARED_PARTITION for kind in self.kinds)
+        sharing = (gpu for gpu in self.fleet if gpu.state.claims) if is_possible else ()
+        return {FleetPlace(*self.position_of[gpu.gpu.uuid], spot) for gpu in sharing for spot in gpu.state.open_spots}
 
     def terms(self, place: FleetPlace) -> Terms:
         return self.cliques[place.clique].rank(place.position, place.spot)

@@ -18,7 +18,7 @@ from controller.demand.requirements import AttributeConstraint, ClaimRequirement
 from controller.demand.selected_devices import Matches
 from driver.kube.types import MAX_DEVICES
 from driver.model.device import SLICE_VALUE, share_weight
-from driver.model.offer import SHARE, SHARED, OfferKind, Spot
+from driver.model.offer import OF_SEVERAL, SHARE, SHARED, DeviceKind, OfferKind, Spot
 from driver.placement.occupancy import GpuState
 
 NODE_STEPS = 500
@@ -59,7 +59,7 @@ def most_devices(state: GpuState, matches: Matches) -> int:
     """The number of selected devices that the GPU can provide at once."""
     return max(
         (
-            state.parts_left(spot.at) if spot.kind == SHARED else 1 + most_devices(state.take(spot), matches)
+            state.parts_left(spot.at) if spot.kind == SHARED else 1 + most_devices(state.take(spot, 1), matches)
             for spot in free_spots(state, matches)
         ),
         default=0,
@@ -73,17 +73,18 @@ def slices_of(state: GpuState, kind: OfferKind, gib: int = 0) -> float:
     if kind == SHARED:
         return state.geometry.slices * gib / max(1, state.room)
     windows = state.geometry.windows.get(kind.profile or "", ())
-    return float(windows[0].bit_count() if windows else state.geometry.slices)
+    slices = float(windows[0].bit_count() if windows else state.geometry.slices)
+    return slices / kind.instances if kind.type is DeviceKind.SHARED_PARTITION else slices
 
 
 def refuses_request_for_all(gpu: FleetGpu, matches: Matches) -> bool:
     """Whether the scheduler would refuse a request for all devices here: a selected device is held, or tainted.
 
     Not considered, though published: devices that only overlap a held one, such as listed devices, and the tainted
-    devices of an unhealthy GPU. A held shared device counts only if it has too little room.
+    devices of an unhealthy GPU. A held device of which several claims can have a part counts only without room.
     """
     if any(matches.has(*device.spot) for device in gpu.held):
-        return not any(spot.kind == SHARED for spot in free_spots(gpu.state, matches))
+        return not any(spot.kind.type in OF_SEVERAL for spot in free_spots(gpu.state, matches))
     return bool(gpu.tainted) and bool(free_spots(replace(gpu, tainted=()).state, matches))
 
 
@@ -233,7 +234,8 @@ class _DeviceSearch:
         self._step()
         for position, spot, values_after in self._choices(index, states, values):
             self._chosen.append((index, position, spot))
-            if self._take(index, left - 1, counts, _taken(states, position, spot), values_after):
+            state_after = states[position].take(spot, 1)
+            if self._take(index, left - 1, counts, _with_state(states, position, state_after), values_after):
                 return True
             self._chosen.pop()
         self._failed.add(search_state)
@@ -293,7 +295,7 @@ class _DeviceSearch:
                 if values_after is None:
                     del self._chosen[before:]
                     return False
-                states, values = _taken(states, position, spot), values_after
+                states, values = _with_state(states, position, states[position].take(spot)), values_after
                 self._chosen.append((index, position, spot))
                 if spot.kind == SHARED:  # one device, however many claims could have it
                     break
@@ -347,5 +349,5 @@ def _fewest_choices_first(
     return sorted(range(len(requests)), key=lambda index: (choices[index], index))
 
 
-def _taken(states: States, position: int, spot: Spot) -> States:
-    return (*states[:position], states[position].take(spot), *states[position + 1 :])
+def _with_state(states: States, position: int, state: GpuState) -> States:
+    return (*states[:position], state, *states[position + 1 :])

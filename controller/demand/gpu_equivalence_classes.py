@@ -11,7 +11,7 @@ from typing import NamedTuple
 from controller.cluster.fleet import Fleet, FleetGpu, Hardware
 from driver.model.device import Device, full_device, partition_device, share_device, shared_device
 from driver.model.gpu import Gpu
-from driver.model.offer import DeviceKind
+from driver.model.offer import DeviceKind, partition_kind
 from driver.model.shared_memory import SharedMemory
 from driver.slices.attributes import FACTS, Value
 
@@ -104,7 +104,7 @@ def representatives(gpu: FleetGpu, kind: DeviceKind, *, each_placement: bool) ->
         if gpu.shared is not None:
             yield [shared_device(gpu.gpu, gpu.number, gpu.shared)]
     else:
-        for profile in gpu.gpu.profiles:
+        for profile in (profile for profile in gpu.gpu.profiles if partition_kind(profile.name).type is kind):
             if placements := profile.placements if each_placement else profile.placements[:1]:
                 yield [partition_device(gpu.gpu, gpu.number, profile, placement) for placement in placements]
 

@@ -20,7 +20,7 @@ from driver.errors import NOT_FOUND, ApiError
 from driver.kube.client import KubeClient
 from driver.kube.get_and_list import read_claim
 from driver.kube.types import Claim, Pod
-from driver.model.device import is_shared
+from driver.model.device import is_shared, is_shared_partition
 from driver.model.plan import Held
 from driver.slices.slice_names import Pool
 
@@ -63,7 +63,8 @@ def conflicts_on(node: str, gpus: Iterable[FleetGpu], holders: Mapping[str, Sequ
     for gpu in gpus:
         for first, second in gpu.overlaps:
             if first == second and is_shared(first):
-                overdrawn.add(Conflict(node, tuple(sorted(holders.get(first, ()), key=str)), gpu.state.room))
+                device = next(held for held in gpu.held if held.name == first)
+                overdrawn.add(Conflict(node, tuple(sorted(holders.get(first, ()), key=str)), gpu.capacity(device)))
             else:
                 devices.add((first, second))
     pairs = (pair for first, second in devices for pair in product(holders.get(first, ()), holders.get(second, ())))
@@ -98,7 +99,8 @@ def _described(conflict: Conflict, refused: Held, held: Held) -> str:
     """What is wrong with the device ``refused``: the end of a sentence."""
     if conflict.room:
         allocated = sum(device.gib or conflict.room for device in conflict.devices)
-        return f"of whose {conflict.room} GiB claims have {allocated}"
+        unit = "compute instances" if is_shared_partition(refused.device) else "GiB"
+        return f"of whose {conflict.room} {unit} claims have {allocated}"
     overlap = "which" if refused.device == held.device else f"which overlaps {held.device}, which"
     return f"{overlap} claim {held.claim} holds"
 

@@ -22,7 +22,7 @@ from controller.report.slice_states import (
 from controller.report.unprepared_claims import sentence
 from driver.kube.types import Claim, GpuNodePlan, Key, Node
 from driver.model.device import SLICE_VALUE, Device, is_monitor
-from driver.model.offer import SHARED, DeviceKind, Offer, OfferKind
+from driver.model.offer import OF_SEVERAL, SHARED, DeviceKind, Offer, OfferKind, partition_kind
 from driver.model.plan import Held, PlanMode
 from driver.placement.occupancy import GpuState
 from driver.slices.slice_names import Pool
@@ -276,22 +276,26 @@ def _largest_partition(entry: FleetGpu) -> FreePartition | None:
     fitting = (
         FreePartition(profile.placements[0].size, profile.compute_slices, profile.name)
         for profile in entry.gpu.profiles
-        if next(entry.state.spots(OfferKind(DeviceKind.PARTITION, profile.name)), None)
+        if next(entry.state.spots(partition_kind(profile.name)), None)
     )
     # Of the variants of a profile, such as 1g.10gb and 1g.10gb+me, the plain one.
     return max(fitting, key=lambda each: (each.memory_slices, each.compute_slices, -len(each.profile)), default=None)
 
 
 def _held_spans(entry: FleetGpu, holders: Mapping[str, tuple[Holder, ...]]) -> Iterator[MapSpan]:
-    of_memory = Counter[str]()
+    of_several, held = Counter[str](), Counter(device.name for device in entry.held)
     for device in sorted(entry.held, key=lambda each: (_start(each), each.name)):
         size = device.mask.bit_count()
         slices, gib = size * device.weight / SLICE_VALUE, None
         kinds, claims = (str(device.spot.kind),), holders.get(device.name, ())
         if device.kind is DeviceKind.SHARED:
-            gib, place = device.spot.at, of_memory[device.name]
-            slices, claims = size * gib / max(entry.state.room, entry.state.used), claims[place : place + 1]
-            of_memory[device.name] += 1
+            gib, slices = device.spot.at, size * device.spot.at / max(entry.state.room, entry.state.used)
+        if device.kind is DeviceKind.SHARED_PARTITION:
+            slices /= held[device.name]
+        if device.kind in OF_SEVERAL:
+            place = of_several[device.name]
+            claims = claims[place : place + 1]
+            of_several[device.name] += 1
         for holder in claims or (None,):
             span = MapSpan(_start(device), size, slices, SliceState.HELD, (device.name,), kinds, holder)
             yield span if gib is None else msgspec.structs.replace(span, memory_gib=gib)

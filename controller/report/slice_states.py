@@ -13,7 +13,7 @@ from controller.demand.feasibility import SelectedKind
 from controller.demand.pending_claims import PendingClaim, Queue
 from driver.model.device import SLICE_VALUE
 from driver.model.offer import DeviceKind, Offer, OfferKind
-from driver.placement.occupancy import GpuState, start_of
+from driver.placement.occupancy import PARTITION_KINDS, GpuState, start_of
 
 REQUESTED_SECONDS = 3600.0
 """A kind of device counts as requested for this time after a claim last asked for it."""
@@ -161,7 +161,7 @@ def _usable(state: GpuState, requested: frozenset[OfferKind]) -> int:
 
 def _mask(state: GpuState, key: OfferKind, at: int) -> int:
     """Bit mask of the slices under a device of ``key`` at that place."""
-    if key.type is not DeviceKind.PARTITION:
+    if key.type not in PARTITION_KINDS:
         return state.geometry.all_slices
     windows = state.geometry.windows.get(key.profile or "", ())
     return next((mask for mask in windows if start_of(mask) == at), 0)

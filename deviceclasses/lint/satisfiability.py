@@ -43,6 +43,7 @@ DEVICE_NAMES = {
     DeviceKind.PARTITION: "partitions",
     DeviceKind.SHARE: "shares",
     DeviceKind.SHARED: "parts of shared GPUs",
+    DeviceKind.SHARED_PARTITION: "compute instances of partitions",
 }
 MAX_LISTED_CLASSES = 3
 EXAMPLE = f"{MEMORY_CAPACITY}: 6Gi"

@@ -18,7 +18,7 @@ from driver.config.flag_values import matching, one_of
 from driver.config.strict_schema import Fault, shown
 from driver.config.suggestions import meant
 from driver.errors import UsageError
-from driver.model.gpu_settings import GpuSelection, parse_layouts, parse_share_counts, parse_shared
+from driver.model.gpu_settings import GpuSelection, SharedProfiles, parse_layouts, parse_share_counts, parse_shared
 from driver.model.plan import PUBLISH_VALUES
 
 NODE_CONFIGS = "tessera-node-configs"
@@ -37,6 +37,7 @@ PARSERS: Mapping[str, Callable[[str], Any]] = {
     "shares": parse_share_counts,
     "shared": parse_shared,
     "shares_only": GpuSelection.parse,
+    "compute_instances": SharedProfiles.parse,
     "memory_hook": one_of("auto", "none"),
     "framework_variables": one_of("none", "jax", "pytorch", "jax,pytorch"),
     "publish": one_of(*PUBLISH_VALUES),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from ctypes import byref, c_uint
+from itertools import islice
 from typing import Any
 
 import pynvml
@@ -15,6 +16,7 @@ import pynvml
 from driver.errors import HardwareError
 from driver.hardware.nvml_errors import REMEDIES, UNKNOWN_NUMBER, nvml_call, refused
 from driver.model.gpu import Gpu, Partition, Placement, Profile
+from driver.model.offer import compute_instances
 
 GONE = pynvml.NVML_ERROR_NOT_FOUND
 
@@ -28,7 +30,7 @@ class MigOperations:
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
         self._handles: dict[str, Any] = {}
-        self._spanning: dict[tuple[str, int], int] = {}
+        self._compute_profile_ids: dict[tuple[str, int], int] = {}
 
     def mig_enabled(self, gpu: Gpu) -> bool:
         """Whether MIG mode is in force now."""
@@ -58,7 +60,10 @@ class MigOperations:
         return self.mig_enabled(gpu)
 
     def partitions(self, gpu: Gpu) -> Sequence[Partition]:
-        """All MIG instances that exist on ``gpu``, whoever made them; empty with MIG mode off."""
+        """All MIG instances that exist on ``gpu``, whoever made them; empty with MIG mode off.
+
+        Of a profile whose partitions are shared, one for each compute instance.
+        """
         return tuple(self.all_instances(gpu)) if self.mig_enabled(gpu) else ()
 
     def all_instances(self, gpu: Gpu) -> Iterator[Partition]:
@@ -68,16 +73,21 @@ class MigOperations:
                 yield from self._list_instances(gpu, profile)
 
     def find_partition(self, gpu: Gpu, profile: Profile, placement: Placement) -> Partition | None:
-        """The instance of ``profile`` at exactly ``placement``, complete or not."""
-        is_on, partition = self.find_if_mig_enabled(gpu, profile, placement)
+        """The instance of ``profile`` at exactly ``placement``, complete or not; of a shared one the first."""
+        return next(iter(self.find_instances(gpu, profile, placement)), None)
+
+    def find_instances(self, gpu: Gpu, profile: Profile, placement: Placement) -> Sequence[Partition]:
+        """The instances of ``profile`` at exactly ``placement``: one for each compute instance, at most one unless
+        partitions of the profile are shared; one that is not complete if there is none."""
+        is_on, instances = self.find_if_mig_enabled(gpu, profile, placement)
         if not is_on and self.mig_enabled(gpu):  # switched on since the last scan: a partition must not be forgotten
             raise HardwareError(
                 f"listing the {profile.name} instances of {gpu.uuid}: NOT_SUPPORTED though MIG mode is on"
             )
-        return partition
+        return instances
 
-    def find_if_mig_enabled(self, gpu: Gpu, profile: Profile, placement: Placement) -> tuple[bool, Partition | None]:
-        """Whether MIG mode is in force, by asking for the instances only; and the instance as ``find_partition``."""
+    def find_if_mig_enabled(self, gpu: Gpu, profile: Profile, placement: Placement) -> tuple[bool, Sequence[Partition]]:
+        """Whether MIG mode is in force, by asking for the instances only; and these as ``find_instances``."""
         try:
             at_placement = [
                 partition for partition in self._list_instances(gpu, profile) if partition.placement == placement
@@ -86,9 +96,9 @@ class MigOperations:
             # That is what NVML says with MIG mode off. A GPU that was in MIG mode at the last scan is asked again.
             maybe_off = error.value == pynvml.NVML_ERROR_NOT_SUPPORTED
             if maybe_off and not (gpu.mig_mode.in_force and self.mig_enabled(gpu)):
-                return False, None
+                return False, ()
             raise refused(f"listing the {profile.name} instances of {gpu.uuid}", error) from error
-        return True, at_placement[0] if at_placement else None
+        return True, at_placement
 
     def is_current(self, gpu: Gpu, partition: Partition) -> bool:
         """Whether ``partition`` still exists with the same ids, placement and UUID. Raises HardwareError on doubt."""
@@ -117,11 +127,12 @@ class MigOperations:
         return Partition(gpu.uuid, profile.id, Placement(info.placement.start, info.placement.size), info.id)
 
     def create_compute_instance(self, gpu: Gpu, partition: Partition) -> Partition:
-        """Give ``partition`` the one compute instance that spans it; the result is complete."""
+        """Give ``partition`` the one compute instance that spans it, or another one if it is shared; the result is
+        complete."""
         try:
             instance = self._nvml.nvmlDeviceGetGpuInstanceById(self._handle(gpu), partition.gpu_instance_id)
-            spanning = self._spanning_profile(instance, gpu, partition.profile_id)
-            compute = self._nvml.nvmlGpuInstanceCreateComputeInstance(instance, spanning)
+            profile_id = self._compute_profile_id(instance, gpu, partition.profile_id)
+            compute = self._nvml.nvmlGpuInstanceCreateComputeInstance(instance, profile_id)
             return self._complete(partition, compute)
         except pynvml.NVMLError as error:
             what = f"creating a compute instance in GPU instance {partition.gpu_instance_id} of {gpu.uuid}"
@@ -174,18 +185,18 @@ class MigOperations:
             info = self._nvml.nvmlGpuInstanceGetInfo(instance)
             place = Placement(info.placement.start, info.placement.size)
             partition = Partition(gpu.uuid, profile.id, place, info.id)
-            compute = self._compute_instance(instance)
-            yield partition if compute is None else self._complete(partition, compute)
+            created = self._compute_instances(instance)
+            if compute_instances(profile.name) == 1:  # Tessera creates exactly one, which spans the GPU instance
+                created = islice(created, 1)
+            complete = [self._complete(partition, compute) for compute in created]
+            yield from complete or [partition]
 
-    def _compute_instance(self, instance: Any) -> Any | None:
-        """Return the first compute instance; Tessera creates exactly one, which spans the GPU instance."""
+    def _compute_instances(self, instance: Any) -> Iterator[Any]:
         for info in self._compute_profiles(instance):
             count = c_uint(info.instanceCount)
             handles = (pynvml.c_nvmlComputeInstance_t * info.instanceCount)()
             self._nvml.nvmlGpuInstanceGetComputeInstances(instance, info.id, handles, byref(count))
-            if count.value:
-                return handles[0]
-        return None
+            yield from handles[: count.value]
 
     def _complete(self, partition: Partition, compute: Any) -> Partition:
         info = self._nvml.nvmlComputeInstanceGetInfo_v2(compute)
@@ -203,23 +214,26 @@ class MigOperations:
                 if error.value not in UNKNOWN_NUMBER:
                     raise
 
-    def _spanning_profile(self, instance: Any, gpu: Gpu, profile_id: int) -> int:
-        """The compute-instance profile with every slice and SM of the GPU instance.
+    def _compute_profile_id(self, instance: Any, gpu: Gpu, profile_id: int) -> int:
+        """The compute-instance profile with every slice and SM of the GPU instance, or that of a part if it is shared.
 
-        Slice count and SMs must both match: on GH200 a 1-slice instance needs profile 7, not 0.
+        Slice count and SMs must both match: on GH200 a 1-slice instance needs profile 7, not 0. A part has as many
+        slices as the name of the GPU instance's profile says.
         """
         key = (gpu.uuid, profile_id)
-        if key in self._spanning:
-            return self._spanning[key]
+        if key in self._compute_profile_ids:
+            return self._compute_profile_ids[key]
         whole = next(profile for profile in gpu.profiles if profile.id == profile_id)
         spanning = (whole.compute_slices, whole.multiprocessors)
+        parts = compute_instances(whole.name)
         offered = {}
         for info in self._compute_profiles(instance):
             offered[info.id] = (info.sliceCount, info.multiprocessorCount)
-            if offered[info.id] == spanning:
-                self._spanning[key] = int(info.id)
-                return self._spanning[key]
+            if offered[info.id] == spanning if parts == 1 else info.sliceCount == whole.instance_slices:
+                self._compute_profile_ids[key] = int(info.id)
+                return self._compute_profile_ids[key]
+        needed = f"fits {whole.name} {parts} times" if parts > 1 else f"spans {whole.name}"
         raise HardwareError(
-            f"{gpu.uuid}: no compute-instance profile spans {whole.name} ({spanning[0]} slices, {spanning[1]} SMs); "
+            f"{gpu.uuid}: no compute-instance profile {needed} ({spanning[0]} slices, {spanning[1]} SMs); "
             f"NVML offers {offered or 'none'} (profile id: slices, SMs)"
         )

@@ -8,7 +8,7 @@ from itertools import count, islice
 from typing import NamedTuple
 
 from driver.model.gpu import Gpu, Placement, Profile
-from driver.model.offer import FULL, SHARE, SHARED, DeviceKind, Offer, OfferKind, Spot
+from driver.model.offer import FULL, OF_SEVERAL, SHARE, SHARED, DeviceKind, Offer, Spot, partition_kind
 from driver.model.shared_memory import GIB, SharedMemory
 
 SLICE_VALUE = 840
@@ -84,8 +84,9 @@ def full_device(gpu: Gpu, number: int) -> Device:
 
 
 def partition_device(gpu: Gpu, number: int, profile: Profile, placement: Placement) -> Device:
-    name = f"gpu-{number}-mig-{profile.label}-{placement.start}"
-    spot = Spot(OfferKind(DeviceKind.PARTITION, profile.name), placement.start)
+    spot = Spot(partition_kind(profile.name), placement.start)
+    suffix = f"-{SHARED}" if spot.kind.type in OF_SEVERAL else ""
+    name = f"gpu-{number}-mig-{profile.label}-{placement.start}{suffix}"
     return Device(name=name, gpu=gpu, spot=spot, profile=profile, placement=placement)
 
 
@@ -130,8 +131,13 @@ def is_monitor(name: str) -> bool:
 
 
 def is_shared(name: str) -> bool:
-    """Whether this is the name of a shared device."""
+    """Whether this is the name of a device that several claims can have at once."""
     return name.endswith(f"-{SHARED}")
+
+
+def is_shared_partition(name: str) -> bool:
+    """Whether this is the name of a partition that several claims can have at once."""
+    return is_shared(name) and "-mig-" in name
 
 
 def share_index(name: str) -> int:

@@ -17,6 +17,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from driver.model.offer import compute_instances
+
 MemorySlice = Annotated[int, Meta(ge=0, le=64)]
 """A number of memory slices, or the place of one. GPUs have up to 8; what a node reports bounds loops and masks."""
 
@@ -46,7 +48,8 @@ class Profile:
     """A MIG GPU-instance profile.
 
     ``id`` is the argument of create, capacity and placement calls; it is not the enum index of the
-    profile in NVML. ``max_instances`` is the driver's own limit for this profile.
+    profile in NVML. ``max_instances`` is the driver's own limit for this profile. A ``name`` such as ``1c.3g.40gb``
+    says that claims share partitions of the profile ``3g.40gb``, each with a compute instance of one slice.
     """
 
     name: str
@@ -58,6 +61,11 @@ class Profile:
     jpeg_engines: int
     ofa_engines: int
     placements: tuple[Placement, ...]
+
+    @property
+    def instance_slices(self) -> int:
+        """The compute slices of a compute instance in a partition of this profile."""
+        return self.compute_slices // compute_instances(self.name)
 
     @property
     def label(self) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import Generic, TypeVar
 
 from driver.model.device import MOST_SHARES
-from driver.model.gpu import Gpu
+from driver.model.gpu import Gpu, Profile
+from driver.model.offer import SHARED_PROFILE, compute_instances
 from driver.model.shared_memory import MemoryLimit, SharedMemory, SharingStrategy
 
 T = TypeVar("T")
@@ -19,7 +20,7 @@ NAME = re.compile(r"all|\d+|GPU-[0-9a-f-]+|[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.
 PRODUCT = re.compile(r"(?!GPU-)[A-Za-z][\w .()/+-]*")
 SELECTED_PRODUCT = re.compile(r"[A-Za-z]\w* [\w .()/+-]*")
 """Of two words, as NVML has them: a typing error in an index is not a product."""
-PROFILE = re.compile(r"\d+g\.\d+gb[a-z.+-]*")
+PROFILE = re.compile(r"(?:[1-9]c\.)?\d+g\.\d+gb[a-z.+-]*")
 FEWEST_SHARES = 2
 ACCEPTED = f"0 (none) or {FEWEST_SHARES} to {MOST_SHARES}"
 
@@ -91,6 +92,48 @@ SharedGpus = ByGpu[SharingStrategy | None]
 NO_SHARES: ShareCounts = ByGpu((), 0)
 NO_SHARED: SharedGpus = ByGpu((), None)
 NO_LAYOUTS: Layouts = ByGpu((), ())
+
+
+@dataclass(frozen=True, slots=True)
+class SharedProfiles:
+    """The MIG profiles whose partitions claims share: ``1c.3g.40gb`` by the name ``3g.40gb`` that NVML gives it."""
+
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> SharedProfiles:
+        """``1c.3g.40gb,2c.4g.40gb``. Raises ValueError naming the entry that is wrong."""
+        names: dict[str, str] = {}
+        for entry in filter(None, (entry.strip() for entry in text.split(","))):
+            shared = SHARED_PROFILE.fullmatch(entry)
+            if shared is None or not PROFILE.fullmatch(entry):
+                raise ValueError(f"{entry!r} is no profile with compute instances, such as 1c.3g.40gb")
+            if compute_instances(entry) < FEWEST_SHARES:
+                raise ValueError(f"{entry!r}: a partition of {shared['profile']} has no room for two of these")
+            if shared["profile"] in names:
+                raise ValueError(f"{shared['profile']} has several sizes of compute instances; give it one")
+            names[shared["profile"]] = entry
+        return cls(names)
+
+    def applied_to(self, gpu: Gpu, held: Mapping[int, str]) -> Gpu:
+        """``gpu`` with these names of profiles. One of which claims have partitions stays as it is in their records
+        (``held``, by its id): shared, or not."""
+        profiles = tuple(replace(profile, name=self._name(profile, held)) for profile in gpu.profiles)
+        return gpu if profiles == gpu.profiles else replace(gpu, profiles=profiles)
+
+    def _name(self, profile: Profile, held: Mapping[int, str]) -> str:
+        if profile.id not in held:
+            return self.names.get(profile.name, profile.name)
+        shared = SHARED_PROFILE.fullmatch(held[profile.id])
+        return f"{shared['part']}c.{profile.name}" if shared else profile.name
+
+    def unmatched(self, gpus: Sequence[Gpu]) -> list[str]:
+        """Those that no GPU has; ``gpus`` have these names already, or held partitions."""
+        names = {profile.name for gpu in gpus for profile in gpu.profiles}
+        return [shared for name, shared in self.names.items() if names.isdisjoint({name, shared})]
+
+
+NO_SHARED_PROFILES = SharedProfiles()
 
 
 def parse_share_counts(text: str) -> ShareCounts:

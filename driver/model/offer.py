@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from enum import StrEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 WRITTEN_OFFER = re.compile(
@@ -19,6 +20,14 @@ class DeviceKind(StrEnum):
     PARTITION = "mig"
     SHARE = "share"
     SHARED = "shared"
+    SHARED_PARTITION = "mig-shared"
+
+
+OF_SEVERAL = frozenset({DeviceKind.SHARED, DeviceKind.SHARED_PARTITION})
+"""The kinds of devices that several claims can have at once, each a part."""
+
+SHARED_PROFILE = re.compile(r"(?P<part>[1-9])c\.(?P<profile>(?P<slices>[1-9])g\..+)")
+"""A profile whose partitions are shared, as NVIDIA writes compute instances: each claim gets one of ``part`` slices."""
 
 
 class OfferKind(NamedTuple):
@@ -27,6 +36,11 @@ class OfferKind(NamedTuple):
     type: DeviceKind
     profile: str | None = None
 
+    @property
+    def instances(self) -> int:
+        """The number of claims that can have a shared partition at once, each one of its compute instances."""
+        return compute_instances(self.profile) if self.type is DeviceKind.SHARED_PARTITION else 1
+
     def __str__(self) -> str:
         return self.profile or ("full" if self.type is DeviceKind.FULL else self.type.value)
 
@@ -34,6 +48,20 @@ class OfferKind(NamedTuple):
 FULL = OfferKind(DeviceKind.FULL)
 SHARE = OfferKind(DeviceKind.SHARE)
 SHARED = OfferKind(DeviceKind.SHARED)
+
+
+@lru_cache(1024)
+def compute_instances(profile: str | None) -> int:
+    """Into how many compute instances a partition of this profile is divided; 1 if it is not shared."""
+    shared = SHARED_PROFILE.fullmatch(profile or "")
+    return int(shared["slices"]) // int(shared["part"]) if shared else 1
+
+
+@lru_cache(1024)
+def partition_kind(profile: str) -> OfferKind:
+    """The kind of the partitions of a profile: shared ones of ``1c.3g.40gb``, others of ``3g.40gb``."""
+    shared = compute_instances(profile) > 1
+    return OfferKind(DeviceKind.SHARED_PARTITION if shared else DeviceKind.PARTITION, profile)
 
 
 class Spot(NamedTuple):
@@ -76,7 +104,7 @@ class Offer(NamedTuple):
             return None
         gpu, shared, share, profile, start = written.group("gpu", "shared", "share", "profile", "start")
         if profile:
-            return cls(gpu, Spot(OfferKind(DeviceKind.PARTITION, profile), int(start)))
+            return cls(gpu, Spot(partition_kind(profile), int(start)))
         return cls(gpu, Spot(SHARE, int(share)) if share else Spot(SHARED if shared else FULL))
 
 

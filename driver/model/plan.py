@@ -52,7 +52,8 @@ TAINTS_FIELD = "taints"
 class Held(msgspec.Struct, frozen=True):
     """A device that a claim has, prepared or not. ``claim`` is ``namespace/name``.
 
-    ``gib``: what the claim has of a shared device; 0: all of it. It is not written.
+    ``gib``: what the claim has of a shared device; 0: all of it. Of a shared partition the number of its compute
+    instances. It is not written.
     """
 
     device: str

@@ -18,6 +18,9 @@ GIB = 1 << 30
 MEMORY_CAPACITY = "memory"
 """The name of the capacity, in slices and in the requests of claims."""
 
+COMPUTE_CAPACITY = "computeSlices"
+"""The same of shared partitions, of which every claim gets one compute instance of the same size."""
+
 SHARING_FIELD = "allowMultipleAllocations"
 """If the API server drops this field of devices, no GPU is shared: its shared device would be one claim's alone."""
 

@@ -3,7 +3,8 @@
 Every memory slice of a GPU has SLICE_VALUE to give. A device takes its weight in each of its slices: a full GPU and a
 partition all of it, a share a part. Devices can be allocated together if no slice gives more than it has. In addition,
 a spot is allocated only once, and partitions keep within the limits of the product (``Geometry.limits``). The shared
-device of a GPU takes all of it, and any number of claims can have it as long as their memory fits.
+device of a GPU takes all of it, and any number of claims can have it as long as their memory fits. A shared partition
+takes its memory slices once, and as many claims can have it as it has compute instances.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 from driver.model.device import SLICE_VALUE, Device
 from driver.model.gpu import Gpu, Limit, Profile, limits_of
-from driver.model.offer import FULL, SHARE, SHARED, DeviceKind, OfferKind, Spot
+from driver.model.offer import FULL, SHARE, SHARED, DeviceKind, OfferKind, Spot, partition_kind
 from driver.model.shared_memory import SharedMemory
 
 
@@ -60,6 +61,7 @@ def start_of(mask: int) -> int:
 
 
 ALL_KINDS = frozenset(DeviceKind)
+PARTITION_KINDS = frozenset({DeviceKind.PARTITION, DeviceKind.SHARED_PARTITION})
 
 
 def possible_kinds(gpu: Gpu, *, shares_only: bool) -> frozenset[DeviceKind]:
@@ -67,9 +69,9 @@ def possible_kinds(gpu: Gpu, *, shares_only: bool) -> frozenset[DeviceKind]:
     if gpu.toggles_freely:
         kinds = ALL_KINDS
     elif gpu.mig_mode.in_force:
-        kinds = frozenset({DeviceKind.PARTITION})
+        kinds = PARTITION_KINDS
     else:
-        kinds = ALL_KINDS - {DeviceKind.PARTITION}
+        kinds = ALL_KINDS - PARTITION_KINDS
     return kinds & {DeviceKind.SHARE, DeviceKind.SHARED} if shares_only else kinds
 
 
@@ -85,6 +87,8 @@ def in_the_way(device: Device, others: Iterable[Device]) -> list[Device]:
         is_overdrawn |= device.clients is not None and len(sharing) >= device.clients
         return [other for other in touched if is_overdrawn or other.kind is not DeviceKind.SHARED]
     same = [other for other in touched if other.spot == device.spot]
+    if len(same) < device.spot.kind.instances and len(same) == len(touched):
+        return []
     if _has_room(sum(other.weight for other in touched), device.weight):
         return same
     return same + [other for other in touched if other.spot != device.spot]
@@ -110,6 +114,7 @@ class GpuState(NamedTuple):
     every slice (of SLICE_VALUE), ``numbers`` a bit mask of the shares in use. ``room`` are the GiB of its shared device
     (0: it has none), ``used`` those that claims have of it; nothing else of the GPU is free while there are any.
     ``clients``: the number of claims that can still get a part of it; None: any number.
+    ``claims``: how many claims have each of the held shared partitions.
     """
 
     geometry: Geometry
@@ -122,6 +127,7 @@ class GpuState(NamedTuple):
     room: int = 0
     used: int = 0
     clients: int | None = None
+    claims: tuple[tuple[Spot, int], ...] = ()
 
     @classmethod
     def of(
@@ -140,6 +146,7 @@ class GpuState(NamedTuple):
         geometry = geometry_of(gpu.memory_slices, gpu.profiles)
         room, clients = (0, None) if memory is None else (memory.gib, memory.clients(gpu.cuda_driver_version))
         mask, taken, shared, numbers, used = foreign, [0] * len(geometry.limits), 0, 0, 0
+        claims: dict[Spot, int] = {}
         for device in held:
             if device.kind is DeviceKind.SHARED:
                 used += max(device.spot.at, 1)
@@ -149,11 +156,14 @@ class GpuState(NamedTuple):
                 shared += device.weight
                 numbers |= 1 << device.spot.at
                 continue
+            if device.kind is DeviceKind.SHARED_PARTITION:
+                claims[device.spot] = claims.get(device.spot, 0) + 1
             mask |= device.mask
-            if device.profile is not None:
+            if device.profile is not None and claims.get(device.spot, 1) == 1:
                 usage = (limit.taken_by(device.profile) for limit in geometry.limits)
                 taken = [used + more for used, more in zip(taken, usage, strict=True)]
-        return cls(geometry, kinds, shares, mask, tuple(taken), shared, numbers, room, used, clients)
+        parts = tuple(sorted(claims.items()))
+        return cls(geometry, kinds, shares, mask, tuple(taken), shared, numbers, room, used, clients, parts)
 
     @property
     def whole(self) -> bool:
@@ -162,8 +172,11 @@ class GpuState(NamedTuple):
 
     @property
     def free(self) -> float:
-        """Free memory slices; shares, and claims of a shared device, occupy a part of each."""
+        """Free memory slices; shares, and claims of a shared device or partition, occupy a part of each."""
         free = (self.geometry.slices - self.mask.bit_count()) * (SLICE_VALUE - self.shared) / SLICE_VALUE
+        for spot, _ in self.claims:
+            [window, *_] = self.geometry.windows[spot.kind.profile or ""]
+            free += window.bit_count() * self.left_of(spot) / spot.kind.instances
         return free * max(0, self.room - self.used) / max(1, self.room) if self.used else free
 
     @property
@@ -177,8 +190,18 @@ class GpuState(NamedTuple):
         parts = self.left // gib
         return parts if self.clients is None else min(parts, self.clients)
 
+    def left_of(self, spot: Spot) -> int:
+        """How many claims can still get a compute instance of a held shared partition; 0 also if it is not held."""
+        return next((spot.kind.instances - claims for held, claims in self.claims if held == spot), 0)
+
+    @property
+    def open_spots(self) -> list[Spot]:
+        """The held devices of which more claims can get a part."""
+        shared = [Spot(SHARED)] if self.used and self.left else []
+        return [*shared, *(spot for spot, _ in self.claims if self.left_of(spot) > 0 and spot.kind.type in self.kinds)]
+
     def spots(self, kind: OfferKind) -> Iterator[Spot]:
-        """Free spots for a device of ``kind``."""
+        """Free spots for a device of ``kind``; those of held shared partitions with room come first."""
         if kind.type is DeviceKind.SHARED:
             yield from [Spot(SHARED)] * bool(self.left)
         elif self.used or kind.type not in self.kinds:
@@ -191,6 +214,7 @@ class GpuState(NamedTuple):
                 yield from (Spot(SHARE, at) for at in range(self.shares) if not self.numbers >> at & 1)
         elif not self.shared:
             profile = kind.profile or ""
+            yield from (spot for spot, _ in self.claims if spot.kind == kind and self.left_of(spot) > 0)
             windows = self.geometry.windows.get(profile, ())
             if windows and self.geometry.has_room(profile, self.taken):
                 yield from (Spot(kind, start_of(mask)) for mask in windows if not mask & self.mask)
@@ -205,6 +229,8 @@ class GpuState(NamedTuple):
             return max(device.spot.at, 1) <= free
         if self.used:
             return False
+        if self.left_of(device.spot) > 0:
+            return True
         if not _has_room(SLICE_VALUE if device.mask & self.mask else self.shared, device.weight):
             return False
         return device.profile is None or self.geometry.has_room(device.profile.name, self.taken)
@@ -217,11 +243,13 @@ class GpuState(NamedTuple):
             yield SHARE
         if DeviceKind.SHARED in self.kinds and self.room:
             yield SHARED
-        if DeviceKind.PARTITION in self.kinds:
-            yield from (OfferKind(DeviceKind.PARTITION, profile) for profile in self.geometry.windows)
+        yield from (kind for kind in map(partition_kind, self.geometry.windows) if kind.type in self.kinds)
 
-    def take(self, spot: Spot) -> GpuState:
-        """Return the state after the allocation of ``spot``, which must be free; 0 GiB of a shared device: the rest."""
+    def take(self, spot: Spot, claims: int = 0) -> GpuState:
+        """Return the state after the allocation of ``spot``, which must be free; 0 GiB of a shared device: the rest.
+
+        ``claims``: how many get a compute instance of a shared partition; 0: as many as can.
+        """
         if spot.kind.type is DeviceKind.SHARED:
             clients = None if self.clients is None else self.clients - 1
             return self._replace(used=self.used + spot.at if spot.at else max(self.room, self.used), clients=clients)
@@ -229,7 +257,16 @@ class GpuState(NamedTuple):
             return self._replace(mask=self.geometry.all_slices)
         if spot.kind.type is DeviceKind.SHARE:
             return self._replace(shared=self.shared + SLICE_VALUE // self.shares, numbers=self.numbers | 1 << spot.at)
+        if self.claims and self.left_of(spot):
+            return self._replace(claims=_with_claims(self.claims, spot, claims or self.left_of(spot)))
         profile = spot.kind.profile or ""
         [window] = [mask for mask in self.geometry.windows[profile] if start_of(mask) == spot.at]
         taken = tuple(a + b for a, b in zip(self.taken, self.geometry.usage[profile], strict=True))
-        return self._replace(mask=self.mask | window, taken=taken)
+        of_shared = self.claims
+        if spot.kind.type is DeviceKind.SHARED_PARTITION:
+            of_shared = _with_claims(of_shared, spot, claims or spot.kind.instances)
+        return self._replace(mask=self.mask | window, taken=taken, claims=of_shared)
+
+
+def _with_claims(held: tuple[tuple[Spot, int], ...], spot: Spot, more: int) -> tuple[tuple[Spot, int], ...]:
+    return tuple(sorted({**dict(held), spot: dict(held).get(spot, 0) + more}.items()))

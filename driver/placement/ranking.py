@@ -184,7 +184,13 @@ def placements_left(state: GpuState) -> int:
     return sum(1 for masks in state.geometry.windows.values() for mask in masks if not mask & state.mask)
 
 
-KIND_ORDER = (DeviceKind.SHARE, DeviceKind.PARTITION, DeviceKind.SHARED, DeviceKind.FULL)
+KIND_ORDER = (
+    DeviceKind.SHARE,
+    DeviceKind.PARTITION,
+    DeviceKind.SHARED_PARTITION,
+    DeviceKind.SHARED,
+    DeviceKind.FULL,
+)
 
 RANKING = Ranking()
 """The ranking with equal weights; its only state is its caches."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from driver.model.device import MONITOR_TYPE, Device, Monitor, full_device
 from driver.model.gpu import NvLink
 from driver.model.offer import DeviceKind
-from driver.model.shared_memory import CLIENTS_CAPACITY, MEMORY_CAPACITY
+from driver.model.shared_memory import CLIENTS_CAPACITY, COMPUTE_CAPACITY, MEMORY_CAPACITY
 
 Value = str | int | bool | None
 Attributes = dict[str, dict[str, Any]]
@@ -106,6 +106,7 @@ FACTS = {
     DeviceKind.PARTITION: (*COMMON, *PARTITION_ONLY),
     DeviceKind.SHARE: (*COMMON, *SHARE_ONLY),
     DeviceKind.SHARED: (*COMMON, *SHARED_ONLY),
+    DeviceKind.SHARED_PARTITION: (*COMMON, *PARTITION_ONLY),
 }
 
 
@@ -131,8 +132,13 @@ def capacity(device: Device) -> dict[str, dict[str, Any]]:
 
     A share has none: whoever takes turns on a GPU may take all of its memory, so there is nothing to promise. Of a
     shared device each claim consumes a part of ``memory``, in steps of 1 GiB; all of it if it states none; and with MPS
-    one of ``clients``. It has no other capacity: one without a request policy is consumed whole by the first claim.
+    one of ``clients``. Of a shared partition each consumes the ``computeSlices`` of one compute instance. Neither has
+    another capacity: one without a request policy is consumed whole by the first claim.
     """
+    if device.profile is not None and device.kind is DeviceKind.SHARED_PARTITION:
+        slices = device.profile.compute_slices
+        each = str(slices // device.spot.kind.instances)
+        return {COMPUTE_CAPACITY: {"value": str(slices), "requestPolicy": {"default": each, "validValues": [each]}}}
     if device.kind is DeviceKind.SHARE:
         return {}
     if device.shared is not None:

@@ -18,7 +18,7 @@ from driver.clock import written_time
 from driver.model.device import SLICE_VALUE, Device, Monitor
 from driver.model.gpu import Gpu, Limit, MigMode, Profile, heaviest, limits_of
 from driver.model.gpu_events_and_conditions import DeviceCondition
-from driver.model.offer import DeviceKind
+from driver.model.offer import OF_SEVERAL, DeviceKind
 from driver.model.shared_memory import SHARING_FIELD
 from driver.placement.ranking import full_first, order_offers
 from driver.slices.attributes import attributes, capacity, monitor_attributes, quantity
@@ -75,8 +75,8 @@ class PublishedGpu:
 
     @property
     def shared(self) -> Iterable[Device]:
-        """The shared device that claims have, if others can get more of it."""
-        return (d for d in self.held if d.kind is DeviceKind.SHARED and d.name not in self.closed)
+        """The devices that claims have, and of which others can get a part."""
+        return (d for d in self.held if d.kind in OF_SEVERAL and d.name not in self.closed)
 
     @property
     def visible_offers(self) -> int:
@@ -220,7 +220,7 @@ def _without_taints(device: Device, counters: str) -> Content:
         content["consumesCounters"] = consumption(device, counters, limits_of(device.gpu.profiles))
     if amounts := capacity(device):
         content["capacity"] = amounts
-    if device.kind is DeviceKind.SHARED:
+    if device.kind in OF_SEVERAL:
         content[SHARING_FIELD] = True
     return content
 

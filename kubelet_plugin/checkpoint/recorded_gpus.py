@@ -79,6 +79,15 @@ def held_strategies(records: Iterable[ClaimRecord]) -> dict[str, SharingStrategy
     return {device.gpu_uuid: device.strategy for device in devices if device.strategy is not None}
 
 
+def held_profiles(records: Iterable[ClaimRecord]) -> dict[str, dict[int, str]]:
+    """The profiles of the partitions in ``records``, by GPU: the name of each by its id."""
+    profiles: dict[str, dict[int, str]] = {}
+    for device in (device for record in records for device in record.devices):
+        if device.profile is not None and device.profile_id is not None:
+            profiles.setdefault(device.gpu_uuid, {})[device.profile_id] = device.profile
+    return profiles
+
+
 def held_shares(records: Iterable[ClaimRecord]) -> dict[str, dict[int, int]]:
     """The shares in ``records``, by GPU: the number of each and of how many it is one."""
     shares: dict[str, dict[int, int]] = {}

@@ -18,7 +18,7 @@ from driver.errors import EnvironmentFault, StateError
 from driver.model.device import Device
 from driver.model.gpu import Partition, Placement
 from driver.model.gpu_settings import ComputeMode, TimeSlice, time_slice_in_force
-from driver.model.offer import DeviceKind
+from driver.model.offer import OF_SEVERAL, DeviceKind
 from driver.model.shared_memory import MemoryLimit, SharingStrategy
 from kubelet_plugin.checkpoint.files import TEMPORARY, remove, write_atomically
 from kubelet_plugin.inventory.inventory import ClaimReference
@@ -30,8 +30,8 @@ VERSION = 1
 programs skip unknown fields."""
 
 SHARED_VERSION = 2
-"""Version of the record of a claim that shares a GPU by memory: a program that does not know such devices must not take
-over a node, or it would offer their GPUs."""
+"""Version of the record of a claim that shares a GPU by memory, or a partition: a program that does not know such
+devices must not take over a node, or it would offer their GPUs."""
 
 ASIDE, SETTLED = ".unreadable", ".settled"
 """Suffixes of a file that was set aside, and of one whose claim was rebuilt or released since, or was adopted."""
@@ -176,7 +176,7 @@ class ClaimRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
         **fields: Any,
     ) -> ClaimRecord:
         """The record of a claim of which only these ``fields`` differ from their defaults."""
-        is_shared = any(device.kind is DeviceKind.SHARED for device in devices)
+        is_shared = any(device.kind in OF_SEVERAL for device in devices)
         version = SHARED_VERSION if is_shared else VERSION
         return cls(version, reference.namespace, reference.name, reference.uid, phase, devices, boot, **fields)
 

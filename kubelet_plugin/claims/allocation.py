@@ -15,7 +15,7 @@ from driver.kube.tolerant_json import decode
 from driver.kube.types import Claim, Configuration, Result
 from driver.model.device import Device, merged
 from driver.model.gpu_settings import TimeSlice
-from driver.model.offer import SHARED, DeviceKind, Spot
+from driver.model.offer import OF_SEVERAL, SHARED, DeviceKind, Spot
 from driver.model.shared_memory import MEMORY_CAPACITY, MemoryLimit, SharedMemory, SharingStrategy, gib_of
 from driver.placement.occupancy import overlap
 from driver.slices.slice_names import Pool
@@ -156,16 +156,17 @@ def _device(reference: ClaimReference, result: Result, pool: Pool, inventory: In
     device = inventory.device(result.device)
     if device is None:
         raise ClaimError(f"{where}: {_unknown(result.device, inventory)}")
+    if device.kind in OF_SEVERAL and result.share_id is None:
+        setting = "--compute-instances" if device.shared is None else "--shared"
+        raise ClaimError(
+            f"{where}: {device.name} was allocated without a shareID, as if no other claim could have it: the "
+            f"scheduler lacks the feature gate DRAConsumableCapacity; delete the pod, and remove {setting}"
+        )
     return device if device.shared is None else _part(where, result, device, device.shared)
 
 
 def _part(where: str, result: Result, device: Device, shared: SharedMemory) -> Device:
     """The part of a shared device that ``result`` gives the claim."""
-    if result.share_id is None:
-        raise ClaimError(
-            f"{where}: {device.name} was allocated without a shareID, as if no other claim could have it: the "
-            "scheduler lacks the feature gate DRAConsumableCapacity; delete the pod, and remove --shared"
-        )
     gib = gib_of(result.consumed_capacity, shared.gib)
     if gib is None:
         amount = (result.consumed_capacity or {}).get(MEMORY_CAPACITY)

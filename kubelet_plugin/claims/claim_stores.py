@@ -88,12 +88,16 @@ class ClaimStores:
 
     def hold_unrecorded(self, uid: str) -> None:
         """Hold the known devices in the CDI spec of a claim without a checkpoint record."""
+        devices = [self.inventory.device(device_of(key)) for key in self.uuids_in_spec(uid)]
+        self.inventory.hold_unrecorded(uid, [device for device in devices if device is not None])
+
+    def uuids_in_spec(self, uid: str) -> dict[str, str]:
+        """The UUIDs of devices in the CDI spec of a claim, by key; empty if it can't be read."""
         try:
-            devices = [self.inventory.device(device_of(key)) for key in self.cdi.devices(uid)]
+            return self.cdi.devices(uid)
         except StateError as error:
             log.error("can't read which devices a claim has", extra={"claimUID": uid, "error": str(error)})
-            return
-        self.inventory.hold_unrecorded(uid, [device for device in devices if device is not None])
+            return {}
 
     def hold_all(self) -> None:
         """Hold the devices of records and of CDI specs without a record, also on GPUs that have come back.

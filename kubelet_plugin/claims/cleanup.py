@@ -15,7 +15,7 @@ from driver.model.gpu import Gpu
 from driver.model.offer import DeviceKind
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
-from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord, device_record
+from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord, device_of, device_record
 from kubelet_plugin.claims.claim_memory import GpuSettingsOfClaims
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.partitions import Partitions
@@ -107,17 +107,18 @@ class ClaimCleanup:
         if not stores.cdi.has(reference.uid):
             return None
         named = stores.cdi.devices(reference.uid)
-        entries = [self._entry(reference, name, uuid) for name, uuid in named.items()]
+        entries = [self._entry(reference, key, uuid) for key, uuid in named.items()]
         devices = tuple(entry for entry in entries if entry is not None)
         return ClaimRecord.of(reference, "prepared", devices, stores.boot, releasing=True)
 
-    def _entry(self, reference: ClaimReference, name: str, uuid: str) -> DeviceRecord | None:
+    def _entry(self, reference: ClaimReference, key: str, uuid: str) -> DeviceRecord | None:
         """The record of one device to release; None if there is nothing to release.
 
         That is the case if the device is unknown and is not a partition, if what another claim holds overlaps it, or if
         its partition is gone, was replaced, or may be one that Tessera did not create.
         """
         stores = self._stores
+        name = device_of(key) if uuid.startswith(PARTITION_UUID_PREFIX) else key
         device = stores.inventory.device(name)
         if device is None:
             if not uuid.startswith(PARTITION_UUID_PREFIX):
@@ -133,7 +134,7 @@ class ClaimCleanup:
         entry = device_record(device, stores.pool.name, (), stores.inventory.number(device.gpu))
         if device.profile is None:
             return entry
-        partition = self._partitions.find(device)
+        partition = self._partitions.find(device, uuid)
         if partition is None or partition.uuid != uuid or self._partitions.publishes_existing:
             return None
         return entry.with_partition(partition)
@@ -162,7 +163,7 @@ class ClaimCleanup:
         if device.profile is None or self._stores.inventory.conflict(uid, device):
             return False
         try:
-            partition = self._partitions.find(device)
+            partition = self._partitions.find(device, uuid)
         except RecoverableError:
             return False
         return partition is not None and partition.uuid is not None and partition.uuid == uuid
@@ -207,7 +208,7 @@ class ClaimCleanup:
             release(gpu, record)
 
     def _remove_partition(self, record: ClaimRecord, device: DeviceRecord) -> None:
-        if device.kind is not DeviceKind.PARTITION or device.preexisting:
+        if device.profile is None or device.preexisting:
             return
         if record.is_of_earlier_boot(self._stores.boot):
             return  # the reboot has removed it, and what is there now is somebody else's
@@ -220,7 +221,24 @@ class ClaimCleanup:
                 f"{self._stores.checkpoint.path(record.uid)} and restart the plugin"
             )
         if record.adopted is None or self._is_adopted_partition(record, device, gpu):
-            self._partitions.remove(gpu, device)
+            self._partitions.remove(gpu, device, self._of_others(record, device))
+
+    def _of_others(self, record: ClaimRecord, device: DeviceRecord) -> list[DeviceRecord]:
+        """What other claims have of the shared partition ``device``.
+
+        Raises ClaimError while a claim without a record could have some of it: all that has no record is removed.
+        """
+        if device.kind is not DeviceKind.SHARED_PARTITION:
+            return []
+        checkpoint = self._stores.checkpoint
+        if checkpoint.unrecorded - {record.uid}:
+            raise ClaimError(
+                f"claim {record}: the compute instance of {device.device} can't be removed while records of other "
+                "claims are unreadable or missing; it is removed once they are rebuilt"
+            )
+        others = (other for other in checkpoint.records() if other.uid != record.uid)
+        current = (other for other in others if not other.is_of_earlier_boot(self._stores.boot))
+        return [item for other in current for item in other.devices if item.device == device.device]
 
     def _is_adopted_partition(self, record: ClaimRecord, device: DeviceRecord, gpu: Gpu) -> bool:
         """Whether the partition at the place of ``device`` is the one that NVIDIA's driver recorded for this claim.

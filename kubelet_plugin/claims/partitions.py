@@ -7,7 +7,8 @@ without it, what a method returns may be outdated at once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from pynvml import NVML_ERROR_IN_USE, NVML_ERROR_INSUFFICIENT_RESOURCES
 
@@ -46,20 +47,22 @@ class Partitions:
         self.host, self._inventory, self._outcomes, self._step = host, inventory, outcomes, steps
         self.publishes_existing = publishes_existing
 
-    def check_free(self, device: Device) -> bool:
+    def check_free(self, device: Device, uid: str) -> bool | None:
         """Refuse a device if a partition that Tessera did not create is in its place.
 
         For a partition this is one of the same profile at the same placement (if another one overlaps it, NVML refuses
         the cut), for a full GPU or a share any partition of the GPU. Call it before the intent is written: a partition
-        at the placement afterwards is the claim's own. Returns whether the GPU is in MIG mode.
+        at the placement afterwards is the claim's own. Returns whether the GPU is in MIG mode; None: nothing was read,
+        because other claims than ``uid`` share the partition.
         """
         gpu = device.gpu
+        if device.kind is DeviceKind.SHARED_PARTITION and self._inventory.others_with(uid, device.name):
+            return None
         if device.profile is None or device.placement is None:
             mig_enabled = self.host.mig_enabled(gpu)
-            foreign = list(self.host.all_instances(gpu)) if mig_enabled else []
+            foreign: Sequence[Partition] = tuple(self.host.all_instances(gpu)) if mig_enabled else ()
         else:
-            mig_enabled, partition = self.host.find_if_mig_enabled(gpu, device.profile, device.placement)
-            foreign = [partition] if partition else []
+            mig_enabled, foreign = self.host.find_if_mig_enabled(gpu, device.profile, device.placement)
         if foreign:
             raise occupied(device, foreign[0])
         return mig_enabled
@@ -85,7 +88,11 @@ class Partitions:
                 )
             return partition
         self._set_mig_mode(gpu, enabled=True, now=mig_enabled)
-        partition = self.find(device) if mig_enabled is None else None
+        if device.kind is DeviceKind.SHARED_PARTITION:
+            instances = self.host.find_instances(gpu, device.profile, device.placement)
+            partition = replace(instances[0], compute_instance_id=None, uuid=None) if instances else None
+        else:
+            partition = self.find(device) if mig_enabled is None else None
         return self._completed(device, partition or self._cut(device, device.profile, device.placement))
 
     def verify(self, device: Device, entry: DeviceRecord) -> Partition | None:
@@ -104,10 +111,16 @@ class Partitions:
             return None
         return self.make(device, entry)
 
-    def find(self, device: Device) -> Partition | None:
-        """The partition at the placement of ``device``; None also for a device that is no partition."""
+    def find(self, device: Device, uuid: str | None = None) -> Partition | None:
+        """The partition at the placement of ``device``; None also for a device that is no partition.
+
+        Of a shared one the compute instance with this ``uuid``.
+        """
         if device.profile is None or device.placement is None:
             return None
+        if device.kind is DeviceKind.SHARED_PARTITION:
+            instances = self.host.find_instances(device.gpu, device.profile, device.placement)
+            return next((instance for instance in instances if uuid is not None and instance.uuid == uuid), None)
         return self.host.find_partition(device.gpu, device.profile, device.placement)
 
     def nodes(self, gpu: Gpu, partition: Partition | None) -> Sequence[DeviceNode]:
@@ -133,24 +146,28 @@ class Partitions:
             log.warning("a monitor starts without a GPU's partitions", extra={"gpu": uuid, "error": str(error)})
             return self.host.nodes.of_gpu(gpu)
 
-    def remove(self, gpu: Gpu, record: DeviceRecord) -> None:
-        """Remove the partition at the record's placement, complete or not; a missing one is no error."""
-        partition = self._partition_of(gpu, record)
-        if partition is None:
-            return
-        try:
-            if partition.compute_instance_id is not None:
-                with self._step(NodeStep.DESTROY_COMPUTE_INSTANCE, gpu=gpu.uuid, device=record.device):
-                    self.host.destroy_compute_instance(gpu, partition)
-            with self._step(NodeStep.DESTROY_GPU_INSTANCE, gpu=gpu.uuid, device=record.device):
-                self.host.destroy_gpu_instance(gpu, partition)
-        except HardwareError as error:
-            raise self._with_lsof_hint(gpu, partition, error) from error
-        log.info("removed partition", extra={"gpu": gpu.uuid, "device": record.device, "uuid": partition.uuid})
+    def remove(self, gpu: Gpu, record: DeviceRecord, kept: Collection[DeviceRecord] = ()) -> None:
+        """Remove the partition at the record's placement, complete or not; a missing one is no error.
 
-    def _partition_of(self, gpu: Gpu, record: DeviceRecord) -> Partition | None:
+        ``kept``: what other claims have of a shared partition: it stays, without compute instances that nobody has.
+        """
+        uuids = {other.uuid for other in kept}
+        instances = [instance for instance in self._instances_of(gpu, record) if instance.uuid not in uuids]
+        for partition in instances:
+            try:
+                if partition.compute_instance_id is not None:
+                    with self._step(NodeStep.DESTROY_COMPUTE_INSTANCE, gpu=gpu.uuid, device=record.device):
+                        self.host.destroy_compute_instance(gpu, partition)
+                if not kept and partition is instances[-1]:
+                    with self._step(NodeStep.DESTROY_GPU_INSTANCE, gpu=gpu.uuid, device=record.device):
+                        self.host.destroy_gpu_instance(gpu, partition)
+            except HardwareError as error:
+                raise self._with_lsof_hint(gpu, partition, error) from error
+            log.info("removed partition", extra={"gpu": gpu.uuid, "device": record.device, "uuid": partition.uuid})
+
+    def _instances_of(self, gpu: Gpu, record: DeviceRecord) -> Sequence[Partition]:
         if record.profile is None or record.profile_id is None or record.placement is None:
-            return None
+            return ()
         # Names vary with the driver's version; a record may be older than the driver.
         profile = gpu.profile_named(record.profile) or gpu.profile_with_id(record.profile_id)
         if profile is None:
@@ -159,7 +176,7 @@ class Partitions:
                 f"{gpu.uuid}: NVML knows no profile {record.profile} (id {record.profile_id}) at present; "
                 f"{record.device} is removed once it does"
             )
-        return self.host.find_partition(gpu, profile, record.placement)
+        return self.host.find_instances(gpu, profile, record.placement)
 
     def switch_mig_mode(self, gpu: Gpu) -> None:
         """Switch the MIG mode of a GPU without partitions to the other one."""
@@ -235,6 +252,9 @@ class Partitions:
             with self._step(NodeStep.CREATE_COMPUTE_INSTANCE, gpu=gpu.uuid, device=device.name):
                 complete = self.host.create_compute_instance(gpu, partition)
         except HardwareError as error:
+            if device.kind is DeviceKind.SHARED_PARTITION and error.code == NVML_ERROR_INSUFFICIENT_RESOURCES:
+                cause = "compute instances that no claim has take its place; those that are not in use are removed"
+                raise HardwareError(f"{device}: {error}; {cause}", error.code) from error
             self._outcomes.change_failed(gpu, GpuChange.CUT, error)
             raise
         self._outcomes.change_succeeded(gpu, GpuChange.CUT)

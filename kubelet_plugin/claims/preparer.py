@@ -20,7 +20,6 @@ from driver.kube.get_and_list import list_claims, read_claim
 from driver.kube.types import Claim
 from driver.model.device import Device
 from driver.model.gpu import Partition
-from driver.model.offer import DeviceKind
 from kubelet_plugin.cdi.spec_format import CdiDevice
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
@@ -180,7 +179,7 @@ class Preparer:
             lost = ["its CDI spec"] if missing else []
             for entry in record.devices:
                 partitions = partitions_by_gpu[entry.gpu_uuid]
-                if entry.kind is DeviceKind.PARTITION and partitions is not None and entry.partition not in partitions:
+                if entry.profile is not None and partitions is not None and entry.partition not in partitions:
                     lost.append(entry.device)
             yield record, lost
 
@@ -259,7 +258,7 @@ class Preparer:
         ``record``: that of a prepare or a release that did not finish; None: there was none.
         """
         stores = self._stores
-        mig_modes: dict[str, bool] = {}
+        mig_modes: dict[str, bool | None] = {}
         try:
             # Refuse the claim before anything is created if the CDI directory has no space for its spec.
             with self._step(NodeStep.RESERVE_CDI_SPEC, claim=reference):
@@ -269,7 +268,7 @@ class Preparer:
                 with self._step(NodeStep.CHECK_FREE, claim=reference):
                     for item in allocated.devices:
                         if not stores.inventory.is_preexisting(item.device):
-                            mig_modes[item.device.gpu.uuid] = self._partitions.check_free(item.device)
+                            mig_modes[item.device.gpu.uuid] = self._partitions.check_free(item.device, reference.uid)
                 record = self._new_record(reference, allocated, "preparing")
                 # Unless a partition, MIG mode or a time slice is changed, a power cut leaves nothing to undo.
                 changes_gpu = any(
@@ -312,25 +311,27 @@ class Preparer:
         with self._step(NodeStep.CHECK_FREE, claim=reference):
             for item in allocated.devices:
                 if item.device.profile is None and not stores.inventory.is_preexisting(item.device):
-                    self._partitions.check_free(item.device)
+                    self._partitions.check_free(item.device, reference.uid)
         record = self._new_record(reference, allocated, "prepared")
         pairs = zip(allocated.devices, record.devices, strict=True)
-        record = replace(record, devices=tuple(self._with_found_partition(item.device, entry) for item, entry in pairs))
+        uuids = stores.uuids_in_spec(reference.uid)
+        devices = (self._with_found_partition(item.device, entry, uuids.get(item.key)) for item, entry in pairs)
+        record = replace(record, devices=tuple(devices))
         with self._step(NodeStep.WRITE_INTENT, claim=reference):
             stores.checkpoint.put(record)
         stores.checkpoint.settle_unrecorded(reference.uid)
         return record
 
-    def _with_found_partition(self, device: Device, entry: DeviceRecord) -> DeviceRecord:
+    def _with_found_partition(self, device: Device, entry: DeviceRecord, uuid: str | None) -> DeviceRecord:
         """``entry`` with the partition that is at its placement now."""
-        partition = self._partitions.find(device)
-        if partition is not None and partition.complete and self._partitions.publishes_existing:
+        partition = self._partitions.find(device, uuid)
+        if partition is not None and not entry.share_id and partition.complete and self._partitions.publishes_existing:
             # It may be a partition that Tessera did not create: it is never removed.
             entry = replace(entry, preexisting=True)
         return entry.with_partition(partition)
 
     def _ensure_prepared(
-        self, record: ClaimRecord, allocated: Sequence[AllocatedDevice], mig_modes: dict[str, bool]
+        self, record: ClaimRecord, allocated: Sequence[AllocatedDevice], mig_modes: dict[str, bool | None]
     ) -> ClaimRecord:
         """Make the partitions, write the CDI spec, write "prepared"; each only if it is not done yet.
 

@@ -325,21 +325,24 @@ class Inventory:
         obstacles = in_the_way(device, [held for _, held in others])
         return next(((holder, held) for holder, held in others if obstacles and held is obstacles[0]), None)
 
+    def others_with(self, uid: str, name: str) -> list[tuple[ClaimReference, Device]]:
+        """What other claims than ``uid`` have of the device with this name."""
+        with self._lock:
+            held = [(holder, d) for holder, devices in self._held.values() for d in devices if d.name == name]
+        return [(holder, device) for holder, device in held if holder.uid != uid]
+
     def overdrawn_reason(self, uid: str, device: Device, shared: SharedMemory) -> str | None:
         """Why a shared device has not the GiB of ``device`` left for the claim ``uid``; None if it has."""
-        with self._lock:
-            held = [(holder, d) for holder, devices in self._held.values() for d in devices if d.name == device.name]
-        others = [(holder, d.spot.at) for holder, d in held if holder.uid != uid]
+        others = [(holder, d.spot.at) for holder, d in self.others_with(uid, device.name)]
         free = max(0, shared.gib - sum(gib for _, gib in others))
         is_crowded = device.clients is not None and len(others) >= device.clients
         if device.spot.at <= free and not is_crowded:
             return None
         claims = sorted({holder.as_holder() for holder, _ in others})[:SHOWN_HOLDERS]
         holding = f"; {', '.join(claims)} still hold the rest on this node; it is prepared once enough is free"
-        need = f"{device.name} has {free} GiB left of {shared.gib}, it was allocated {device.spot.at}"
-        if is_crowded:
-            need = f"{device.name} has room for {device.clients} claims by MPS, all of them taken"
-        return need + (holding if claims else "")
+        left = f"{free} GiB left of {shared.gib}, it was allocated {device.spot.at}"
+        room = f"room for {device.clients} claims by MPS, all of them taken" if is_crowded else left
+        return f"{device.name} has {room}{holding if claims else ''}"
 
     def states(self) -> list[GpuReport]:
         """The state of every GPU, for the controller."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from driver.model.device import Device
 from driver.model.gpu import Gpu
 from driver.model.gpu_events_and_conditions import DeviceCondition
-from driver.model.offer import DeviceKind, Offer
+from driver.model.offer import OF_SEVERAL, DeviceKind, Offer
 from driver.model.plan import OfferMode
 from driver.placement.occupancy import GpuState, possible_kinds
 from driver.placement.ranking import full_first
@@ -41,7 +41,7 @@ class PublishPolicy:
 
     ``closing``: devices that are published but not in ``offers`` get a taint, so that no new claim gets them: devices
     that are being withdrawn, and held devices, which would otherwise be allocated again as soon as their claim ends.
-    Only a shared device can be held and in ``offers`` at once.
+    Only devices of OF_SEVERAL can be held and in ``offers`` at once.
 
     ``listed``: devices to publish whether they are offered or not, next to held devices, too; not if ``mode`` is
     DISJOINT.
@@ -79,7 +79,7 @@ class PublishPolicy:
         """The names of the devices that no new claim may get: ``held``, and those of ``others`` that are no offers."""
         if not self.closing or self.offers is None:
             return frozenset()
-        exclusive = (d.name for d in held if d.kind is not DeviceKind.SHARED or d.offer not in self.offers)
+        exclusive = (d.name for d in held if d.kind not in OF_SEVERAL or d.offer not in self.offers)
         return frozenset(exclusive) | {d.name for d in others if d.offer not in self.offers}
 
 
@@ -162,13 +162,13 @@ class PublishableGpu:
         return tuple(device for device in possible if device.name in chosen - prepared)
 
     def _may_be_shared(self, held: Device) -> bool:
-        """Whether more claims could get a held device: False only for a shared one of a GPU that is not shared now."""
-        return held.kind is not DeviceKind.SHARED or any(held.name == device.name for device in self.devices)
+        """Whether more claims could get a held device: False only for a shared one that is not shared any more."""
+        return held.kind not in OF_SEVERAL or any(held.name == device.name for device in self.devices)
 
     def _candidates(self, published: PublishedGpu) -> Iterable[Device]:
-        """What new claims could get of ``published``: its offers, and the shared device that claims have already."""
+        """What new claims could get of ``published``: its offers, and the shared devices that claims have already."""
         yield from published.offers
-        yield from (d for d in published.held if d.kind is DeviceKind.SHARED and self._may_be_shared(d))
+        yield from (d for d in published.held if d.kind in OF_SEVERAL and self._may_be_shared(d))
 
     def is_offered(self, policy: PublishPolicy, published: PublishedGpu) -> bool:
         """Whether new claims can get something of ``published``."""
@@ -238,7 +238,7 @@ class PublishableGpu:
 
     def _possible(self, device: Device, policy: PublishPolicy) -> bool:
         """Whether API server, settings and MIG mode allow ``device`` without a reset of the GPU."""
-        if device.kind is DeviceKind.SHARED and not policy.keeps_sharing:
+        if device.kind in OF_SEVERAL and not policy.keeps_sharing:
             return False
         return device.kind in possible_kinds(self.gpu, shares_only=self.shares_only)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from driver.errors import RecoverableError
@@ -18,6 +18,7 @@ from driver.hardware.host import GpuFault, Host
 from driver.kube.work_loop import GiveWay, at_once
 from driver.model.gpu import Gpu, MigMode, Partition, Placement
 from driver.model.gpu_events_and_conditions import EventKind, GpuEvent
+from driver.model.offer import OF_SEVERAL
 from driver.model.xid import meaning_of
 from kubelet_plugin.changes import ChangeNotifier, NodeChange, NodeEventSink
 from kubelet_plugin.inventory.inventory import Inventory
@@ -49,10 +50,20 @@ class ScanFollower(Protocol):
 
 
 class Scanner:
-    """``excluded_count`` is the number of GPUs that settings exclude, by the last scan."""
+    """``excluded_count`` is the number of GPUs that settings exclude, by the last scan.
 
-    def __init__(self, host: Host, settings: NodeSettings, events: NodeEventSink) -> None:
+    ``held_profiles``: of GPUs of which claims have partitions at the start, the names of their profiles by id.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        settings: NodeSettings,
+        events: NodeEventSink,
+        held_profiles: Mapping[str, Mapping[int, str]] | None = None,
+    ) -> None:
         self.host, self._settings, self._events = host, settings, events
+        self._held_profiles = held_profiles or {}
         self._reported: dict[str, str] = {}
         self._gone: dict[str, set[Placement]] = {}
         self.due = threading.Event()
@@ -66,7 +77,12 @@ class Scanner:
         MIG mode is requested only on GPUs that ``inventory`` knows not to be reserved for another driver.
         """
         discovery, settings = self.host.discover(), self._settings
-        ours = [gpu for gpu in discovery.gpus if settings.manages(gpu)]
+        names = settings.compute_instances
+        ours = [
+            names.applied_to(gpu, self._held_profiles.get(gpu.uuid, {}))
+            for gpu in discovery.gpus
+            if settings.manages(gpu)
+        ]
         self.excluded_count = sum(gpu in settings.exclude_gpus for gpu in discovery.gpus)
         self._report(discovery.faults, ours, inventory)
         return ours, {fault.index: fault.reason for fault in discovery.faults}
@@ -132,7 +148,8 @@ class Scanner:
         usable = partitions if self._settings.publish_existing else ()
         places = {(partition.profile_id, partition.placement) for partition in usable if partition.complete}
         devices = inventory.devices_on(gpu)
-        offered = (d.name for d in devices if d.profile is not None and (d.profile.id, d.placement) in places)
+        exclusive = (d for d in devices if d.profile is not None and d.kind not in OF_SEVERAL)
+        offered = (d.name for d in exclusive if d.profile is not None and (d.profile.id, d.placement) in places)
         return ForeignPartitions(mask, frozenset(offered))
 
     def _report(self, faults: Iterable[GpuFault], ours: Iterable[Gpu], inventory: Inventory | None) -> None:

@@ -13,7 +13,7 @@ from driver.errors import UsageError
 from driver.model.device import MOST_SHARES, Device
 from driver.model.gpu import Gpu
 from driver.model.gpu_settings import FEWEST_SHARES, Layouts, ShareCounts, written_layouts
-from driver.model.offer import DeviceKind, OfferKind, Spot
+from driver.model.offer import DeviceKind, OfferKind, Spot, partition_kind
 from driver.placement.occupancy import GpuState
 from kubelet_plugin.settings import NodeSettings
 
@@ -42,7 +42,7 @@ def standalone_offers(gpu: Gpu, devices: Sequence[Device], layouts: Layouts) -> 
 def place(gpu: Gpu, profiles: Sequence[str]) -> tuple[Spot, ...] | None:
     """A place for each of ``profiles``, all of which ``gpu`` must know; None if they don't fit together."""
     size = {profile.name: profile.compute_slices for profile in gpu.profiles}
-    kinds = (OfferKind(DeviceKind.PARTITION, name) for name in sorted(profiles, key=lambda name: (-size[name], name)))
+    kinds = map(partition_kind, sorted(profiles, key=lambda name: (-size[name], name)))
     return _placed(GpuState.of(gpu), tuple(kinds))
 
 
@@ -100,6 +100,9 @@ def setting_warnings(settings: NodeSettings, gpus: Sequence[Gpu]) -> Iterator[st
         for name in names:
             suggestion = meant(name, products) if flag in ("--shares", "--shared", "--layout") else ""
             yield f"{flag} {name}: no GPU here has that name{_names_of(gpus)}{suggestion}"
+    for name in settings.compute_instances.unmatched(gpus):
+        names = sorted({profile.name for gpu in gpus for profile in gpu.profiles})
+        yield f"--compute-instances {name}: no GPU here has such a profile; there are {', '.join(names) or 'none'}"
     for gpu in gpus:
         where = f"GPU {gpu.index} ({gpu.product_name}, {gpu.uuid})"
         if gpu in settings.shares_only and not settings.shares.of(gpu) and settings.shared.of(gpu) is None:

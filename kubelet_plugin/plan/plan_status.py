@@ -17,7 +17,7 @@ from driver.kube.get_and_list import owner_reference
 from driver.kube.types import GpuNodePlan
 from driver.kube.work_loop import Loop, MakeLoop
 from driver.model.device import Device
-from driver.model.offer import DeviceKind, Offer
+from driver.model.offer import OF_SEVERAL, Offer
 from driver.model.plan import API_VERSION, FENCE, KIND, PATH, ConfigStatus, OfferMode, PlanMode, PlanStatus, Summary
 from driver.model.reported_gpus import encode_inventory, gpu_line
 from driver.slices.slice_names import Pool
@@ -97,7 +97,7 @@ class PlanReport:
         was down.
         """
         held = {held.name for held in self.follower.inventory.held_on(device.gpu)}
-        return device.kind is not DeviceKind.SHARED and device.name in held - plan.spec.held_devices
+        return device.kind not in OF_SEVERAL and device.name in held - plan.spec.held_devices
 
     def _unpublished_reason(self, device: Device, offer_mode: OfferMode) -> str:
         conflict = self.follower.inventory.conflict("", device)

@@ -10,6 +10,7 @@ import msgspec
 
 from driver.errors import RecoverableError
 from driver.model.gpu import Gpu
+from driver.model.offer import DeviceKind
 from driver.model.shared_memory import GIB, MemoryLimit, SharingStrategy
 from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
@@ -17,7 +18,7 @@ from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.claim_memory import ClaimMemory, LimitNow
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.reconcile.later_pods import LaterPods
-from kubelet_plugin.status.claim_status import HELD_BY
+from kubelet_plugin.status.claim_status import HELD_BY, SHARES_MEMORY
 from kubelet_plugin.status.events import EventReason, PluginEvents
 
 log = logging.getLogger(__name__)
@@ -65,8 +66,11 @@ class MemoryWatch:
         """Check the claims of shared GPUs. What fails is tried again with the next scan."""
         above: set[str] = set()
         present = {gpu.uuid: gpu for gpu in answering}
-        shared = [record for record in self._stores.prepared() if any(entry.gib for entry in record.devices)]
-        self._reported &= {(record.uid, uuid) for record in shared for uuid in record.gpu_uuids}
+        prepared = self._stores.prepared()
+        self._reported &= {(record.uid, uuid) for record in prepared for uuid in record.gpu_uuids}
+        for record in prepared:
+            self._report_shared_partitions(record)
+        shared = [record for record in prepared if any(entry.gib for entry in record.devices)]
         if shared:
             self._later_pods.find_started()
         for uuid in sorted({uuid for record in shared for uuid in record.gpu_uuids if record.shared_gib(uuid)}):
@@ -141,6 +145,14 @@ class MemoryWatch:
             message = f"{message}: {why}; share such GPUs only with pods that you trust, or request a partition"
         self._events.claim(record.reference, reason, message, warning=not is_limited)
         self._reported.add((record.uid, uuid))
+
+    def _report_shared_partitions(self, record: ClaimRecord) -> None:
+        """Record the Event that says that the claims of a partition share its memory."""
+        for entry in record.devices:
+            if entry.kind is DeviceKind.SHARED_PARTITION and (record.uid, entry.gpu_uuid) not in self._reported:
+                message = f"it has a compute instance of {entry.device}, {SHARES_MEMORY}"
+                self._events.claim(record.reference, EventReason.MEMORY_NOT_LIMITED, message)
+                self._reported.add((record.uid, entry.gpu_uuid))
 
     def _used(self, uuid: str, record: ClaimRecord, by_pod: Mapping[str, int]) -> int | None:
         """Bytes of a GPU that the pods of a claim use; None: unknown."""

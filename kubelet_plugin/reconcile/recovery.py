@@ -18,7 +18,7 @@ from driver.errors import RecoverableError
 from driver.kube.work_loop import Loop
 from driver.model.gpu import Gpu
 from driver.model.gpu_events_and_conditions import ConditionType
-from driver.model.offer import DeviceKind
+from driver.model.offer import OF_SEVERAL
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.cleanup import ClaimCleanup
@@ -197,7 +197,7 @@ class ClaimReconciler:
         """
         devices = self._reported.pop((uid, kind), ())
         if record is not None:
-            concerned = (e for e in record.devices if kind is ConditionType.STUCK or e.kind is not DeviceKind.SHARED)
+            concerned = (e for e in record.devices if kind is ConditionType.STUCK or e.kind not in OF_SEVERAL)
             devices = self._reported[uid, kind] = tuple(entry.device for entry in concerned)
         others = {name for (_, other), names in self._reported.items() if other is kind for name in names}
         for device in devices:

@@ -30,8 +30,9 @@ from driver.kube.tolerant_json import decode
 from driver.kube.types import Claim, ClaimStatus, Consumer, Metadata, ReportedDevice
 from driver.kube.work_loop import Backoff, GiveWay, Loop, at_once
 from driver.model.gpu_settings import TimeSlice, time_slice_in_force
-from driver.model.offer import DeviceKind
+from driver.model.offer import DeviceKind, OfferKind
 from driver.model.shared_memory import MemoryLimit, SharingStrategy
+from driver.placement.occupancy import PARTITION_KINDS
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord, device_key
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.status.events import EventReason, PluginEvents
@@ -94,6 +95,7 @@ HELD_BY = {
     MemoryLimit.NONE: "nothing holds its programs to that at run time",
     MemoryLimit.UNKNOWN: "it is unknown whether anything holds its programs to that at run time",
 }
+SHARES_MEMORY = "whose memory its claims share: nothing holds its programs to a part of that"
 NOT_ISOLATED = "; MPS does not isolate: an illegal address in a program of one claim ends the programs of all claims"
 
 Statuses = Mapping[ClaimReference, Sequence[DeviceStatus]]
@@ -123,8 +125,11 @@ def _status(device: DeviceRecord, requested: Sequence[TimeSlice | None]) -> Devi
     message = "the whole GPU"
     if device.kind is not DeviceKind.FULL:
         data["parentUUID"] = device.gpu_uuid
-    if device.kind is DeviceKind.PARTITION:
+    if device.kind in PARTITION_KINDS:
         message = "a partition of the GPU, isolated by hardware"
+        if device.kind is DeviceKind.SHARED_PARTITION:
+            instances = OfferKind(device.kind, device.profile).instances
+            message = f"one of {instances} compute instances of a partition of the GPU, {SHARES_MEMORY}"
         if device.gpu_instance_id is not None and device.compute_instance_id is not None:
             data |= {"gpuInstanceID": device.gpu_instance_id, "computeInstanceID": device.compute_instance_id}
     elif device.kind is DeviceKind.SHARE:

@@ -18,6 +18,8 @@ SELECTIONS = st.lists(st.sampled_from(GPUS), max_size=3).map(", ".join) | st.tex
 COUNTS = st.sampled_from(["0", "00", "1", "2", "9", "10", "32", "33", "99", "032", "x", ""])
 PROFILES = st.sampled_from(["1g.10gb", "3g.40gb,1g.10gb+me", "1g.10gb, 2g.20gb", "1g", ""])
 
+INSTANCES = ("1c.3g.40gb", " 2c.4g.40gb ", "3c.7g.80gb", "1c.2g.10gb+me", "4c.4g.40gb", "3g.40gb", "0c.3g.40gb", "")
+
 
 def by_gpu(values: st.SearchStrategy[str], separator: str) -> st.SearchStrategy[str]:
     entry = st.tuples(st.sampled_from(GPUS), values).map("=".join)
@@ -34,6 +36,7 @@ SETTINGS = st.fixed_dictionaries(
         "shares": by_gpu(COUNTS, ","),
         "shared": by_gpu(st.sampled_from(["time-slicing", "mps", "mig", ""]), ","),
         "layout": by_gpu(PROFILES, ";"),
+        "computeInstances": st.lists(st.sampled_from(INSTANCES), max_size=3).map(",".join),
         "publish": st.sampled_from(["curated", "complete", "all", ""]),
         "existingPartitions": st.sampled_from(["ignore", "publish", "none"]),
         "neighbours": st.sampled_from(["refuse", "exclude", 1]),

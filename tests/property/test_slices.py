@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from driver.model.device import MOST_SHARES, Device, devices_of, merged, number_gpus, share_device, shared_device
 from driver.model.gpu import Gpu, MigMode
-from driver.model.offer import DeviceKind
+from driver.model.gpu_settings import SharedProfiles
+from driver.model.offer import OF_SEVERAL, DeviceKind
 from driver.model.shared_memory import SHARING_FIELD, SharedMemory
-from driver.placement.occupancy import GpuState
+from driver.placement.occupancy import GpuState, in_the_way
 from driver.simulator.products import facts, find_product
 from driver.slices.attributes import quantity
 from driver.slices.build import (
@@ -225,11 +226,11 @@ def test_building_from_memory_equals_building_from_nothing(gpus: Fleet, data: st
 def counters_left(devices: list[Device], available: dict[str, Any]) -> dict[str, int]:
     """The counters without what all devices consume; a combination fits if none is negative.
 
-    A shared device consumes them once, however many claims have it.
+    A shared device or partition consumes them once, however many claims have it.
     """
     left = {name: amount(value) for name, value in available.items()}
-    shared = merged(device for device in devices if device.kind is DeviceKind.SHARED)
-    for device in (*shared, *(device for device in devices if device.kind is not DeviceKind.SHARED)):
+    shared = merged(device for device in devices if device.kind in OF_SEVERAL)
+    for device in (*shared, *(device for device in devices if device.kind not in OF_SEVERAL)):
         entry = PublishedGpu(device.gpu, 0, (device,), ())
         [published] = [d for c in build_slices(POOL, [entry]).values() for d in c.get("devices", ())]
         for name, value in published["consumesCounters"][0]["counters"].items():
@@ -245,12 +246,20 @@ def amount(value: dict[str, str]) -> int:
 
 @given(products, st.data())
 def test_the_scheduler_admits_exactly_what_fits_one_after_another(product: str, data: st.DataObject) -> None:
-    gpu, shared = gpu_of(product), data.draw(shared_memories)
+    profiles = SharedProfiles.parse(data.draw(st.sampled_from(["", "1c.3g.40gb,2c.4g.40gb", "1c.2g.12gb,1c.4g.24gb"])))
+    gpu, shared = profiles.applied_to(gpu_of(product), {}), data.draw(shared_memories)
     every = claimable(gpu, 0, data.draw(share_counts), shared)
-    devices = data.draw(st.lists(st.sampled_from(every), max_size=8))
+    few = data.draw(st.lists(st.sampled_from(every), min_size=1, max_size=4))
+    drawn = data.draw(st.lists(st.sampled_from(few), max_size=8))
+    exclusive = {device.name: device for device in drawn if device.kind not in OF_SEVERAL}
+    devices = [*exclusive.values(), *(device for device in drawn if device.kind in OF_SEVERAL)]
     left = counters_left(devices, counters_of_gpu(gpu))
     has_memory = shared is None or sum(d.spot.at for d in devices if d.kind is DeviceKind.SHARED) <= shared.gib
-    assert (min(left.values()) >= 0 and has_memory) == (admitted(devices) == devices)
+    claims = Counter(device.spot for device in devices if device.kind is DeviceKind.SHARED_PARTITION)
+    has_slices = all(count <= spot.kind.instances for spot, count in claims.items())
+    fits = min(left.values()) >= 0 and has_memory and has_slices
+    assert fits == (admitted(devices) == devices)
+    assert not fits or not any(in_the_way(device, devices[:place]) for place, device in enumerate(devices))
 
 
 @given(products, st.data())

@@ -147,7 +147,7 @@ class Life:
 
     def _begin(self, shape: Shape, operation: Operation) -> ClaimReference:
         node = self.node
-        self.host._spanning.clear()  # what the first partition has to ask
+        self.host._compute_profile_ids.clear()  # what the first partition has to ask
         for gpu in node.node.inventory.gpus:
             node.host.set_mig_mode(gpu, enabled=shape.mig_before)
         results = [result(device, f"r{index}") for index, device in enumerate(shape.devices)]

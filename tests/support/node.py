@@ -26,7 +26,7 @@ from kubelet_plugin.cdi.spec_files import CdiDirectory
 from kubelet_plugin.cdi.spec_format import SpecFormat
 from kubelet_plugin.changes import ChangeNotifier, GpuChange, HardwareOutcomes, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
-from kubelet_plugin.checkpoint.recorded_gpus import held_shares, held_strategies
+from kubelet_plugin.checkpoint.recorded_gpus import held_profiles, held_shares, held_strategies
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
 from kubelet_plugin.claims.claim_memory import GpuSettingsOfClaims, LimitProbe
 from kubelet_plugin.claims.claim_stores import ClaimStores
@@ -174,7 +174,7 @@ def start_node(
     host = open_host(simulated)
     checkpoint = Checkpoint(root / "state")
     records = checkpoint.load()
-    scanner = Scanner(host, choice, KeptNodeEvents())
+    scanner = Scanner(host, choice, KeptNodeEvents(), held_profiles(records))
     found, _ = scanner.discover()
     kept = {device.gpu_uuid: device.number for record in records for device in record.devices}
     parts = held_shares(records), held_strategies(records)

@@ -80,6 +80,7 @@ class PluginFlags:
     shares: str = ""
     shared: str = ""
     shares_only: str = ""
+    compute_instances: str = ""
     layout: str = ""
     metrics_address: str = ""
     health_address: str = ""
@@ -144,6 +145,7 @@ class PluginProcess:
             "--shares": self.flags.shares,
             "--shared": self.flags.shared,
             "--shares-only": self.flags.shares_only,
+            "--compute-instances": self.flags.compute_instances,
             "--layout": self.flags.layout,
             "--metrics-address": self.flags.metrics_address,
             "--health-address": self.flags.health_address,

@@ -16,7 +16,7 @@ from controller.demand.requirements import ClaimRequirements, RefusedRequest
 from controller.explain.sources.selected_gpus import untolerated
 from driver.kube.types import DeviceTaintRule, Key
 from driver.model.device import Device
-from driver.model.offer import Spot
+from driver.model.offer import DeviceKind, Spot
 from driver.slices.slice_names import Pool
 
 MAX_NODES = 8
@@ -112,7 +112,9 @@ class _Arrangements:
         """Every choice of ``count`` devices of one GPU with places for them, and the GPUs after it."""
         for source in self._gpus.values():
             held = [item for items in self._of_claims.values() for item in items if item.gpu is source]
-            partitions = sorted((item for item in held if item.device.profile), key=lambda item: item.device.name)
+            partitions = sorted(
+                (item for item in held if item.device.kind is DeviceKind.PARTITION), key=lambda item: item.device.name
+            )
             for chosen in combinations(partitions, count):
                 names = {item.device.name for item in chosen}
                 after = {**self._gpus, source.number: source.holding(at for at in source.held if at.name not in names)}

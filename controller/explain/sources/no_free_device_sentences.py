@@ -30,7 +30,7 @@ from deviceclasses.cel.library.quantity import parse_quantity
 from deviceclasses.lint.selectors.attribute_catalogue import why_without
 from driver.kube.types import MAX_DEVICES, Request
 from driver.model.gpu import MigMode
-from driver.model.offer import SHARED
+from driver.model.offer import SHARED, DeviceKind
 from driver.model.shared_memory import GIB
 
 OF_OBSTACLE = {
@@ -61,7 +61,9 @@ def held(available: Availability, holders: Holders) -> Reason:
     by = held_by([available], holders)
     if available.selected.keys == {SHARED} and (most_left := _most_left(available)):
         return _of_request(available, ReasonCode.HELD, most_left + by)
-    if request.count is None:
+    if not most and {kind.type for kind in available.selected.keys} == {DeviceKind.SHARED_PARTITION}:
+        free = "no compute slice is left in the partitions"
+    elif request.count is None:
         free = "on every node that has them some are in use"
     elif most:
         free = f"at most {most} {'is' if most == 1 else 'are'} free on one node ({node})"

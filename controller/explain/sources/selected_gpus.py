@@ -18,7 +18,7 @@ from controller.demand.selected_devices import Matches, Selector, SelectorFailur
 from driver.kube.types import DeviceTaintRule
 from driver.model.device import Device
 from driver.model.gpu import MigMode
-from driver.model.offer import FULL, SHARE, SHARED, DeviceKind, OfferKind
+from driver.model.offer import FULL, OF_SEVERAL, SHARE, SHARED, DeviceKind, OfferKind
 from driver.model.reported_gpus import FaultKind
 from driver.slices.slice_names import Pool
 
@@ -76,12 +76,13 @@ class SelectedGpu:
         """The number of devices for which its free memory and compute slices would be enough."""
         state, kinds = self.entry.state, self.matches.starts_by_kind
         in_memory = state.free / min(slices_of(state, kind, self.matches.gib) for kind in kinds)
-        computes = {profile.name: profile.compute_slices for profile in self.entry.gpu.profiles}
+        computes = {profile.name: profile.instance_slices for profile in self.entry.gpu.profiles}
         least = min((computes.get(kind.profile or "", 0) for kind in kinds), default=0)
         if not least:  # full GPUs and shares take compute slices with their memory
             return in_memory
-        held = sum(device.profile.compute_slices for device in self.entry.held if device.profile is not None)
-        return min(in_memory, (max(computes.values()) - held) / least)
+        most = max(profile.compute_slices for profile in self.entry.gpu.profiles)
+        held = sum(device.profile.instance_slices for device in self.entry.held if device.profile is not None)
+        return min(in_memory, (most - held) / least)
 
     @property
     def is_at_its_limit(self) -> bool:
@@ -184,8 +185,10 @@ def _nouns(keys: frozenset[OfferKind]) -> tuple[str, str]:
         return "share", "shares"
     if keys == {SHARED}:
         return "shared GPU", "shared GPUs"
+    profile = f" {next(iter(keys)).profile}" if len(keys) == 1 else ""
+    if keys and all(key.type is DeviceKind.SHARED_PARTITION for key in keys):
+        return f"compute instance{profile}", f"compute instances{profile}"
     if keys and all(key.type is DeviceKind.PARTITION for key in keys):
-        profile = f" {next(iter(keys)).profile}" if len(keys) == 1 else ""
         return f"partition{profile}", f"partitions{profile}"
     return "device", "devices"
 
@@ -341,11 +344,11 @@ def numbered(gpus: Iterable[FleetGpu]) -> str:
 
 
 def held_with_claims(gpu: FleetGpu, holders: Holders) -> Iterator[tuple[Device, tuple[str, ...]]]:
-    """The held devices with the claims that have them; a shared device once for each of its claims."""
+    """The held devices with the claims that have them; one of several claims once for each of them."""
     before: Counter[str] = Counter()
     for device in gpu.held:
         claims = holders.get((gpu.node, device.name), ())
-        if device.kind is DeviceKind.SHARED:
+        if device.kind in OF_SEVERAL:
             claims = claims[before[device.name] :][:1]
             before[device.name] += 1
         yield device, claims

@@ -17,7 +17,7 @@ from deviceclasses.cel.values import EvaluationError
 from deviceclasses.lint.selectors.selector_rules import is_known_value, mistakes, remedy
 from driver.config.suggestions import meant
 from driver.model.device import Device
-from driver.model.offer import DeviceKind
+from driver.model.offer import DeviceKind, compute_instances
 from driver.model.shared_memory import GIB
 from driver.slices.attributes import NO_PROFILE, attributes, capacity
 
@@ -45,6 +45,10 @@ MAX_CONDITION = 200
 NOT_SHARED = (
     "no GPU is shared by memory (node plugin: --shared, e.g. nodePlugin.extraArgs={--shared=all=time-slicing}; "
     "the API server must keep allowMultipleAllocations: Kubernetes 1.36 and newer do)"
+)
+NO_COMPUTE_INSTANCES = (
+    "no partitions are shared (node plugin: --compute-instances, e.g. nodePlugin.extraArgs="
+    "{--compute-instances=1c.3g.40gb}; the API server must keep allowMultipleAllocations: Kubernetes 1.36 and newer do)"
 )
 NOT_DIVIDED = "no GPU is divided into shares (node plugin: --shares, e.g. nodePlugin.extraArgs={--shares=all=10})"
 
@@ -167,6 +171,9 @@ def _without_such_gpus(feasibility: Feasibility, condition: str) -> str:
         return NOT_DIVIDED
     if equal.groups() == ("type", DeviceKind.SHARED):
         return NOT_SHARED
+    shares_partitions = any(compute_instances(p.name) > 1 for entry in feasibility.fleet for p in entry.gpu.profiles)
+    if equal.groups() == ("type", DeviceKind.SHARED_PARTITION) and not shares_partitions:
+        return NO_COMPUTE_INSTANCES
     cut = any(entry.gpu.profiles for entry in feasibility.fleet)
     if not cut and (equal.groups() == ("type", DeviceKind.PARTITION) or equal[1] == "profile"):
         products = sorted({entry.gpu.product_name for entry in feasibility.fleet})

@@ -19,7 +19,7 @@ from driver.hardware.gpu_properties import ARCHITECTURES
 from driver.model.device import MONITOR_TYPE
 from driver.model.gpu import MigMode
 from driver.model.offer import DeviceKind
-from driver.model.shared_memory import CLIENTS_CAPACITY, MEMORY_CAPACITY, SHARING_FIELD, MemoryLimit
+from driver.model.shared_memory import CLIENTS_CAPACITY, COMPUTE_CAPACITY, MEMORY_CAPACITY, SHARING_FIELD, MemoryLimit
 from driver.simulator.products import facts
 from driver.slices.attributes import FACTS, MONITOR_NAMES, NO_PROFILE, STANDARD
 
@@ -27,9 +27,13 @@ EVERY_FACT = [fact for facts_of_kind in FACTS.values() for fact in facts_of_kind
 ATTRIBUTES = frozenset(fact.name for fact in EVERY_FACT if "/" not in fact.name)
 IN_STANDARD = frozenset(fact.name.removeprefix(STANDARD) for fact in EVERY_FACT if fact.name.startswith(STANDARD))
 STANDARD_DOMAIN = STANDARD.removesuffix("/")
-OF_SHARED_GPUS = frozenset({MEMORY_CAPACITY, CLIENTS_CAPACITY})
+OF_SHARED = {
+    DeviceKind.SHARED: frozenset({MEMORY_CAPACITY, CLIENTS_CAPACITY}),
+    DeviceKind.SHARED_PARTITION: frozenset({COMPUTE_CAPACITY}),
+}
+"""The capacities of devices that several claims can have at once."""
 OF_OTHERS = frozenset({MEMORY_CAPACITY, "multiprocessors"})
-CAPACITIES = OF_SHARED_GPUS | OF_OTHERS
+CAPACITIES = OF_OTHERS.union(*OF_SHARED.values())
 TYPE_OF = {fact.name: fact.kind for fact in EVERY_FACT}
 """The type of each attribute, by its published name."""
 
@@ -42,9 +46,9 @@ def names_of(device_type: str) -> frozenset[str]:
 
 def capacities_of(device_type: str) -> frozenset[str]:
     """The names of the capacities that a device of this type can have."""
-    if device_type == DeviceKind.SHARED:
-        return OF_SHARED_GPUS
-    return frozenset() if device_type in {MONITOR_TYPE, DeviceKind.SHARE} else OF_OTHERS
+    if device_type in {MONITOR_TYPE, DeviceKind.SHARE}:
+        return frozenset()
+    return OF_SHARED[DeviceKind(device_type)] if device_type in OF_SHARED else OF_OTHERS
 
 
 SAMPLE_VALUES = {"string": "", "int": 0, "bool": False, "version": "0.0.0"}
@@ -59,7 +63,7 @@ def published_sample(device_type: str, profile: str) -> dict[str, Any]:
     attributes["type"] = {"string": str(device_type)}
     attributes["profile"] = {"string": profile}
     capacity = {name: {"value": "1Gi"} for name in CAPACITIES & names}
-    sharing = {SHARING_FIELD: True} if device_type == DeviceKind.SHARED else {}
+    sharing = {SHARING_FIELD: True} if device_type in OF_SHARED else {}
     return {"name": str(device_type), "attributes": attributes, "capacity": capacity, **sharing}
 
 

@@ -16,9 +16,12 @@ from deviceclasses.cel.referenced_attributes import comparisons_of
 from deviceclasses.cel.values import EvaluationError, Map, Value
 from deviceclasses.lint.selectors.attribute_catalogue import names_of, values
 from driver.model.device import MONITOR_TYPE
-from driver.model.offer import DeviceKind
+from driver.model.offer import OF_SEVERAL, DeviceKind, compute_instances
 from driver.model.shared_memory import SHARING_FIELD, MemoryLimit
 from driver.slices.attributes import NO_PROFILE
+
+EXAMPLE_OF_SHARED = "1c.3g.40gb"
+"""A profile of shared partitions."""
 
 
 def compiled_programs(expressions: Iterable[str]) -> list[Program]:
@@ -43,7 +46,9 @@ def may_select(expressions: tuple[str, ...], driver: str) -> frozenset[DeviceKin
     def may_be(kind: DeviceKind, name: str) -> bool:
         return all(_may_accept(program.expression, driver, kind.value, name) for program in programs)
 
-    profiles = {kind: partitions if kind is DeviceKind.PARTITION else [NO_PROFILE] for kind in DeviceKind}
+    shared = [EXAMPLE_OF_SHARED, *(name for name in compared_strings(programs) if compute_instances(name) > 1)]
+    profiles = {kind: [NO_PROFILE] for kind in DeviceKind}
+    profiles |= {DeviceKind.PARTITION: partitions, DeviceKind.SHARED_PARTITION: shared}
     return frozenset(kind for kind, names in profiles.items() if any(may_be(kind, name) for name in names))
 
 
@@ -88,7 +93,7 @@ class _PartialDevice(CelDevice):
         return _PartialMap(
             {
                 "driver": self.driver,
-                SHARING_FIELD: attributes["type"] == DeviceKind.SHARED,
+                SHARING_FIELD: attributes["type"] in OF_SEVERAL,
                 "attributes": _PartialMap({self.driver: _PartialMap(attributes, missing)}),
                 "capacity": _PartialMap({self.driver: _PartialMap({}, missing)}),
             }

@@ -35,6 +35,7 @@ from deviceclasses.lint.selectors.attribute_catalogue import (
 )
 from deviceclasses.lint.selectors.memory_bounds import memory_bound_issues
 from deviceclasses.lint.selectors.selectable_kinds import (
+    EXAMPLE_OF_SHARED,
     compared_strings,
     compiled_programs,
     may_select,
@@ -59,6 +60,7 @@ TYPE_NAMES: Mapping[str, str] = {
     DeviceKind.PARTITION: "a partition",
     DeviceKind.SHARE: "a share",
     DeviceKind.SHARED: "a shared GPU",
+    DeviceKind.SHARED_PARTITION: "a shared partition",
     MONITOR_TYPE: "a monitor device",
 }
 
@@ -192,6 +194,7 @@ def _samples(driver: str, profiles: frozenset[str]) -> list[tuple[str, CelDevice
         *((DeviceKind.PARTITION, profile) for profile in sorted(profiles)),
         (DeviceKind.SHARE, NO_PROFILE),
         (DeviceKind.SHARED, NO_PROFILE),
+        (DeviceKind.SHARED_PARTITION, EXAMPLE_OF_SHARED),
         (MONITOR_TYPE, NO_PROFILE),
     ]
     ours = [(TYPE_NAMES[name], from_slice_device(driver, published_sample(name, profile))) for name, profile in alike]

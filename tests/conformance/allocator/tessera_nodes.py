@@ -75,7 +75,8 @@ def tessera_classes(number: int, driver: str, *, shared: bool) -> list[Object]:
     expressions = {
         each["metadata"]["name"]: each["spec"]["selectors"][0]["cel"]["expression"]
         for path in sorted(CLASSES.glob("*.yaml"))
-        if path.stem not in {"gpu-monitor", "gpu-training-nvlink", *(() if shared else (SHARED_GPU,))}
+        if path.stem
+        not in {"gpu-monitor", "gpu-training-nvlink", "gpu-compute-instance", *(() if shared else (SHARED_GPU,))}
         for each in yaml.safe_load_all(path.read_text())
     }
     ours = 'device.driver == "gpu.tessera.dev" && device.attributes["gpu.tessera.dev"]'

@@ -292,10 +292,13 @@ BAD_VALUES: dict[str, tuple[Values, str]] = {
         "controller.webTlsSecret: there is no web page: controller.webAddress is empty",
     ),
     "a web page at no port": ({"controller": {"webAddress": "127.0.0.1"}}, "at '/controller/webAddress': '127.0.0.1'"),
-    "no such class": ({"classes": {"gpu-dve": False}}, "classes.gpu-dve: there is no such class; there are gpu-dev, "),
+    "no such class": (
+        {"classes": {"gpu-dve": False}},
+        "classes.gpu-dve: there is no such class; there are gpu-compute-instance, ",
+    ),
     "requirements of no class": (
         {"classRequirements": {"gpu-dve": {"nvlink": True}}},
-        "classRequirements.gpu-dve: there is no such class; there are gpu-dev, ",
+        "classRequirements.gpu-dve: there is no such class; there are gpu-compute-instance, ",
     ),
     "a requirement that no partition meets": (
         {"classRequirements": {"gpu-inference-1g-10gb": {"nvlink": True}}},
@@ -482,7 +485,7 @@ class TestAnotherDriver:
         lint = ["lint", "--driver-name", OTHER, str(file)]
         assert CliRunner().invoke(main, lint).output == f"{len(CLASSES)} objects checked, nothing found\n"
         file.write_text(file.read_text().replace("].type ==", "].typ =="))
-        assert CliRunner().invoke(main, lint).output.endswith("6 findings\n")
+        assert CliRunner().invoke(main, lint).output.endswith("7 findings\n")
 
     def test_has_classes_that_a_full_gpu_of_nvidias_own_driver_does_not_stop(self) -> None:
         """It has no attribute profile; an error in a selector would end the scheduling of every pod with that class."""

@@ -17,6 +17,7 @@ from deviceclasses.cel.engine import Program, compile_selector, from_slice_devic
 from driver.config.opaque_parameters import GpuConfig, MigDeviceConfig, ShareConfig, parse_parameters
 from driver.hardware.gpu_properties import known_memory
 from driver.model.device import Monitor, devices_of
+from driver.model.gpu_settings import SharedProfiles
 from driver.model.offer import DeviceKind
 from driver.model.shared_memory import SharedMemory, SharingStrategy
 from driver.simulator.products import Product, find_product, product_names
@@ -33,7 +34,8 @@ DOCS = (PROJECT / "docs" / "workloads.md").read_text()
 
 GUARD = 'device.driver == "gpu.tessera.dev" && device.attributes["gpu.tessera.dev"]'
 PARTITIONS, MONITORS, NVLINK, SHARED = "gpu-inference", "gpu-monitor", "gpu-training-nvlink", "gpu-shared"
-WITHOUT_PARAMETERS = {MONITORS, SHARED}
+COMPUTE_INSTANCES = "gpu-compute-instance"
+WITHOUT_PARAMETERS = {MONITORS, SHARED, COMPUTE_INSTANCES}
 ONE_SHARE = "one-share-of-a-gpu.gpu.tessera.dev"
 OF_ANOTHER_DRIVER = {"rdma-nic"}
 PLAIN_PROFILE = re.compile(r"\dg\.\d+gb")
@@ -46,6 +48,7 @@ KINDS = {
     "gpu-inference": ("mig", MigDeviceConfig),
     "gpu-dev": ("share", ShareConfig),
     SHARED: ("shared", None),
+    COMPUTE_INSTANCES: ("mig-shared", None),
     "gpu-monitor": ("monitor", None),
 }
 
@@ -222,7 +225,7 @@ def test_the_resource_name_for_unchanged_pods_is_there_and_off() -> None:
     for name, text in CLASSES.items():
         text = text.replace("# extendedResourceName", "extendedResourceName")
         switched_on[name] = yaml.safe_load(text)["spec"].get("extendedResourceName")
-    assert switched_on == {**names, PARTITIONS: None, MONITORS: None, NVLINK: None, SHARED: None}
+    assert switched_on == {**dict.fromkeys({*KINDS, PARTITIONS}), **names}
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=name_of)
@@ -333,6 +336,7 @@ def test_the_api_server_takes_a_plan_with_any_offer() -> None:
     [crd] = [item for item in rendered() if item["kind"] == "CustomResourceDefinition"]
     spec = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
     pattern = re.compile(spec["offers"]["items"]["pattern"])
-    devices = devices_of(gpu_of(), 0, 4, shared=SharedMemory(SharingStrategy.MPS, 80 << 30))
+    gpu = SharedProfiles.parse("1c.3g.40gb").applied_to(gpu_of(), {})
+    devices = devices_of(gpu, 0, 4, shared=SharedMemory(SharingStrategy.MPS, 80 << 30))
     assert {device.kind for device in devices} == set(DeviceKind)
     assert [str(device.offer) for device in devices if not pattern.search(str(device.offer))] == []

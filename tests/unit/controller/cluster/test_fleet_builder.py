@@ -8,7 +8,7 @@ from controller.cluster.fleet import FleetGpu
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_dedication import Dedication
 from controller.cluster.node_views import NodeView
-from driver.model.offer import DeviceKind
+from driver.model.offer import OF_SEVERAL, DeviceKind
 from driver.model.plan import Held, PlanStatus
 from driver.model.reported_gpus import GpuReport, encode_inventory
 from tests.support.fleets import possible
@@ -16,7 +16,7 @@ from tests.support.gpus import H100, gpu_of
 from tests.support.node_views import changes, fleet_of
 
 L40S = "NVIDIA L40S"
-UNSHARED = set(DeviceKind) - {DeviceKind.SHARED}
+UNSHARED = set(DeviceKind) - OF_SEVERAL
 
 
 def view(*held: str, published: dict[str, int] | None = None, shares: int = 0, **more: object) -> NodeView:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from deviceclasses.lint.selectors.attribute_catalogue import CAPACITIES
 from driver.model.device import devices_of
+from driver.model.gpu_settings import SharedProfiles
 from driver.model.shared_memory import GIB, SharedMemory, SharingStrategy
 from driver.slices.attributes import capacity
 from tessera.cli import main
@@ -290,7 +291,7 @@ def test_selectors_of_a_request_are_held_against_what_its_class_lets_pass() -> N
 
 
 def test_the_capacities_that_lint_knows_are_those_that_are_published() -> None:
-    gpu = gpu_of()
+    gpu = SharedProfiles.parse("1c.3g.40gb").applied_to(gpu_of(), {})
     by_mps = SharedMemory(SharingStrategy.MPS, 64 * GIB)
     published = {name for device in devices_of(gpu, 0, shares=2, shared=by_mps) for name in capacity(device)}
     assert published == CAPACITIES

@@ -240,7 +240,7 @@ def test_requests_that_are_together_for_more_devices_than_a_claim_can_have_are_n
     [
         ("gpu-inference", {"gpu.tessera.dev/memory": "9Gi"}, '"gpu.tessera.dev/memory"', "write memory"),
         ("gpu-inference", {"memry": "9Gi"}, '"memry"', "did you mean memory?"),
-        ("gpu-inference", {"cores": "9"}, '"cores"', "accepted: clients, memory, multiprocessors"),
+        ("gpu-inference", {"cores": "9"}, '"cores"', "accepted: clients, computeSlices, memory, multiprocessors"),
         ("gpu-dev", {"memory": "9Gi"}, '"9Gi"', "shares, which have no capacity"),
         ("gpu-training", {"clients": "1"}, '"1"', "class gpu-training gives full GPUs, which have no clients"),
         ("gpu-inference", {"memory": "40Gi"}, '"40Gi"', "leaves out 3g.40gb, which has 40192Mi to 40448Mi"),

@@ -16,7 +16,7 @@ from tests.support.gpus import gpu_of
 from tests.support.node import NodeUnderTest
 
 DOCS = Path(__file__).parents[4] / "docs" / "attributes.md"
-ROW = re.compile(r"^\| `(?P<name>[^`]+)` \| (?P<kind>string|int|bool|version) \| (?P<on>[a-z, ]+) \|", re.MULTILINE)
+ROW = re.compile(r"^\| `(?P<name>[^`]+)` \| (?P<kind>string|int|bool|version) \| (?P<on>[a-z, -]+) \|", re.MULTILINE)
 API_LIMIT = 32
 
 

@@ -618,7 +618,10 @@ def test_the_condition_that_excludes_all_devices_is_named_with_the_values_that_t
         (f'device.attributes["{DRIVER}"].cudaComputeCapability == "9.0"', 'is a version: .compareTo(semver("9.0.0"))'),
         ('device.attributes["gpu.nvidia.com"].productName == "x"', f"have productName in the domain {DRIVER}"),
         (f'device.attributes["{DRIVER}"].nvlinkLinks >= 8', ".?nvlinkLinks.orValue(0) does not fail"),
-        (f'device.attributes["{DRIVER}"].computeSlices >= 8', 'only devices with type == "mig" have computeSlices'),
+        (
+            f'device.attributes["{DRIVER}"].computeSlices >= 8',
+            'only devices with type == "mig" || type == "mig-shared" have computeSlices',
+        ),
     ],
 )
 def test_a_selector_that_fails_is_answered_with_what_lint_knows_of_it(selector: str, hint: str) -> None:
@@ -633,7 +636,10 @@ def test_a_selector_that_fails_is_answered_with_what_lint_knows_of_it(selector: 
         ("gpu.tessera.dev/nvlinkclique", "did you mean nvlinkClique?"),
         ("gpu.tessera.dev/numaNode", "is in Kubernetes' domain: resource.kubernetes.io/numaNode"),
         ("gpu.nvidia.com/productName", "Tessera's devices have gpu.tessera.dev/productName instead"),
-        ("gpu.tessera.dev/parentUUID", 'only devices with type == "mig" || type == "share" || type == "shared" have'),
+        (
+            "gpu.tessera.dev/parentUUID",
+            'only devices with type == "mig" || type == "share" || type == "shared" || type == "mig-shared" have',
+        ),
     ],
 )
 def test_a_constraint_on_an_attribute_that_no_device_has_says_why(attribute: str, hint: str) -> None:

@@ -9,7 +9,8 @@ import pytest
 from deviceclasses.cel.engine import CelDevice, from_slice_device
 from deviceclasses.lint.selectors.selectable_kinds import compiled_programs, may_select
 from driver.model.device import Device, devices_of
-from driver.model.offer import DeviceKind
+from driver.model.gpu_settings import SharedProfiles
+from driver.model.offer import OF_SEVERAL, DeviceKind
 from driver.model.shared_memory import GIB, SHARING_FIELD, SharedMemory, SharingStrategy
 from driver.slices.attributes import attributes, capacity
 from tests.conformance import table
@@ -23,11 +24,13 @@ PRODUCTS = ("NVIDIA H100 80GB HBM3", "NVIDIA A30", "NVIDIA L4")
 
 def published(device: Device) -> CelDevice:
     entry = {"name": device.name, "attributes": attributes(device), "capacity": capacity(device)}
-    return from_slice_device(DRIVER, {**entry, SHARING_FIELD: device.shared is not None})
+    return from_slice_device(DRIVER, {**entry, SHARING_FIELD: device.kind in OF_SEVERAL})
 
 
 SHARED = SharedMemory(SharingStrategy.TIME_SLICING, 20 * GIB)
-EVERY = [each for name in PRODUCTS for each in devices_of(gpu_of(name), 0, shares=2, shared=SHARED)]
+PROFILES = SharedProfiles.parse("1c.3g.40gb,2c.4g.40gb,1c.2g.12gb")
+GPUS = [gpu for name in PRODUCTS for gpu in (gpu_of(name), PROFILES.applied_to(gpu_of(name), {}))]
+EVERY = [each for gpu in GPUS for each in devices_of(gpu, 0, shares=2, shared=SHARED)]
 DEVICES = [
     (each.kind, published(each))
     for each in {(each.gpu.product_name, each.kind, each.profile): each for each in EVERY}.values()
@@ -53,20 +56,20 @@ def test_no_expression_that_a_cluster_was_asked_about_is_too_odd() -> None:
 @pytest.mark.parametrize(
     ("expression", "kinds"),
     [
-        ("true", "gpu mig share shared"),
+        ("true", "gpu mig mig-shared share shared"),
         ("false", ""),
-        (OURS, "gpu mig share shared"),
+        (OURS, "gpu mig mig-shared share shared"),
         ('device.driver == "dra.net"', ""),
         (f'{OURS} && {TYPE} in ["gpu", "shared"]', "gpu shared"),
-        ('device.attributes["gpu.tessera.dev"].profile != "none"', "mig"),
+        ('device.attributes["gpu.tessera.dev"].profile != "none"', "mig mig-shared"),
         ('device.attributes["gpu.tessera.dev"].profile == "1g.99gb"', "mig"),
         ('device.attributes["gpu.tessera.dev"].profile.endsWith("b+me")', "mig"),
         ('device.attributes["gpu.tessera.dev"].?brand.orValue("") == "Nvidia"', "gpu"),
-        ('has(device.attributes["gpu.tessera.dev"].parentUUID)', "mig share shared"),
+        ('has(device.attributes["gpu.tessera.dev"].parentUUID)', "mig mig-shared share shared"),
         ('device.capacity["gpu.tessera.dev"].?memory.hasValue()', "gpu mig shared"),
-        (f"{OURS} && device.allowMultipleAllocations", "shared"),
-        ("device.attributes.size() > 7", "gpu mig share shared"),
-        ('device.attributes["gpu.tessera.dev"].exists(name, name == "ecc")', "gpu mig share shared"),
+        (f"{OURS} && device.allowMultipleAllocations", "mig-shared shared"),
+        ("device.attributes.size() > 7", "gpu mig mig-shared share shared"),
+        ('device.attributes["gpu.tessera.dev"].exists(name, name == "ecc")', "gpu mig mig-shared share shared"),
     ],
 )
 def test_only_a_plain_no_keeps_a_kind_out(expression: str, kinds: str) -> None:

@@ -54,13 +54,13 @@ def test_a_conversion_of_a_literal_that_can_be_converted_is_let_through(call: st
             f'{TYPE} == "gpuu"',
             "error",
             "gpuu",
-            "no device has this type; accepted: gpu, mig, share, shared, monitor; did you mean gpu?",
+            "no device has this type; accepted: gpu, mig, share, shared, mig-shared, monitor; did you mean gpu?",
         ),
         (
             f'{TYPE} != "partition"',
             "error",
             "partition",
-            "no device has this type; accepted: gpu, mig, share, shared, monitor",
+            "no device has this type; accepted: gpu, mig, share, shared, mig-shared, monitor",
         ),
         (
             f'{FULL} && {ATTRIBUTES}.migMode == "enable"',
@@ -111,7 +111,7 @@ def test_a_conversion_of_a_literal_that_can_be_converted_is_let_through(call: st
             f'cel.bind(t, {TYPE}, t == "migg")',
             "error",
             "migg",
-            "no device has this type; accepted: gpu, mig, share, shared, monitor; did you mean mig?",
+            "no device has this type; accepted: gpu, mig, share, shared, mig-shared, monitor; did you mean mig?",
         ),
     ],
 )
