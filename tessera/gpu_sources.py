@@ -54,11 +54,12 @@ def hardware(**flags: str | None) -> list[GpuReport]:
         discovery = host.discover()
     for fault in discovery.faults:
         raise EnvironmentFault(f"--gpus {settings.gpus}: {fault} can't be read: {fault.reason}")
+    named = [settings.compute_instances.applied_to(gpu, {}) for gpu in discovery.gpus]
     gpus = (
         replace(gpu, mig_mode=MigMode.ENABLED)
         if gpu in settings.mig_gpus and gpu.mig_capable and not gpu.toggles_freely
         else gpu
-        for gpu in discovery.gpus
+        for gpu in named
     )
     sharing = settings.sharing
     return [

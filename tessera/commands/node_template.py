@@ -56,6 +56,7 @@ DOCUMENTS = ("objects", "cluster-autoscaler", "karpenter")
 @click.option("--shares", help="With --gpus: as `tessera node --shares`.")
 @click.option("--shared", help="With --gpus: as `tessera node --shared`.")
 @click.option("--shares-only", help="With --gpus: as `tessera node --shares-only`.")
+@click.option("--compute-instances", help="With --gpus: as `tessera node --compute-instances`.")
 @click.option("--mig-gpus", help="With --gpus: as `tessera node --mig-gpus`, after the reset.")
 @click.option("--for", "document", type=click.Choice(DOCUMENTS), default="objects", show_default=True, help="Reader.")
 @with_output("yaml", "json")
@@ -68,14 +69,12 @@ def template(
     name: str,
     resources: str,
     labels: str,
-    shares: str | None,
-    shared: str | None,
-    shares_only: str | None,
     mig_gpus: str | None,
     document: str,
     output: str,
     kubeconfig: Path | None,
     driver_name: str,
+    **sharing: str | None,
 ) -> None:
     """Print the Node and the ResourceSlices of a new, idle node that publishes everything (docs/autoscaling.md).
 
@@ -99,7 +98,7 @@ def template(
         amounts = _pairs("--resources", resources, "NAME=QUANTITY, such as cpu=192")
         names = _pairs("--labels", labels, "NAME=VALUE, such as kubernetes.io/arch=arm64")
         description = Node(Metadata(name, labels=names), status=NodeStatus(amounts, amounts))
-        reports = hardware(gpus=gpus, shares=shares, shared=shared, shares_only=shares_only, mig_gpus=mig_gpus)
+        reports = hardware(gpus=gpus, mig_gpus=mig_gpus, **sharing)
     node, slices = _node(name, description), _slices(Pool(name, driver_name), reports)
     written: list[Any] = [node, *slices]
     if document == "karpenter":

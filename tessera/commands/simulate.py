@@ -42,6 +42,7 @@ MANY = 20
 )
 @click.option("--shares", help="With --nodes: as `tessera node --shares`.")
 @click.option("--shared", help="With --nodes: as `tessera node --shared`.")
+@click.option("--compute-instances", help="With --nodes: as `tessera node --compute-instances`.")
 @click.option("--mig-gpus", help="With --nodes: Ampere GPUs in MIG mode: all, or indices.  [default: none]")
 @click.option("--cluster", is_flag=True, help="The cluster as it is; --nodes adds to it.")
 @click.option("--without", "gone", metavar="NAMESPACE/CLAIM", multiple=True, help="As if that claim had ended.")
@@ -55,8 +56,6 @@ def simulate(
     *,
     paths: Sequence[str],
     nodes: str | None,
-    shares: str | None,
-    shared: str | None,
     mig_gpus: str | None,
     cluster: bool,
     gone: Sequence[str],
@@ -66,6 +65,7 @@ def simulate(
     kubeconfig: Path | None,
     driver_name: str,
     output: str,
+    **sharing: str | None,
 ) -> None:
     """Show which devices the pods and claims in FILEs would get, or why they would wait (docs/simulate.md).
 
@@ -86,7 +86,7 @@ def simulate(
     client = ListOnceClient(access_of(kubeconfig), "tessera-simulate") if cluster else None
     content, waiting = _cluster(client, driver_name) if client is not None else (_empty(driver_name), Workloads())
     if nodes is not None:
-        content = joined(content, simulated(nodes, shares=shares, shared=shared, mig_gpus=mig_gpus))
+        content = joined(content, simulated(nodes, mig_gpus=mig_gpus, **sharing))
     content = _changed(content, gone, uncordon, driver_name)
     given = _given(paths, client, content, driver_name)
     templates = (*content.templates, *given.templates)

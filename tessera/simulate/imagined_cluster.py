@@ -49,7 +49,7 @@ from driver.kube.types import (
     Pod,
 )
 from driver.model.device import Device, Monitor, merged
-from driver.model.offer import SHARED, Offer, Spot
+from driver.model.offer import OF_SEVERAL, SHARED, DeviceKind, Offer, Spot
 from driver.model.plan import Held, OfferMode
 from driver.model.reported_gpus import FaultKind
 from driver.placement.ranking import Ranking
@@ -256,9 +256,9 @@ class ImaginedCluster:
         for gpu in self.fleet.nodes.get(node, ()):
             held = {device.name for device in gpu.held}
             devices = (device for name in holders if (device := gpu.device_named(name)) is not None)
-            new = [device for device in devices if device.name not in held or device.shared is not None]
+            new = [device for device in devices if device.name not in held or device.kind in OF_SEVERAL]
             parts = [part for device in new for part in _parts(device, holders[device.name])]
-            others = [device for device in gpu.held if device.shared is None]
+            others = [device for device in gpu.held if device.kind not in OF_SEVERAL]
             if len(others) + len(parts) > len(gpu.held):
                 yield gpu.holding((*others, *parts))
 
@@ -360,6 +360,8 @@ def _detailed(contents: Mapping[str, Content], pool: Pool) -> Iterator[DetailedS
 
 def _parts(device: Device, claims: Iterable[Held]) -> list[Device]:
     """The device, or of a shared one what each of ``claims`` has."""
+    if device.kind is DeviceKind.SHARED_PARTITION:
+        return [device for claim in claims for _ in range(claim.gib)]
     if device.shared is None:
         return [device]
     return [replace(device, spot=Spot(SHARED, claim.gib or device.shared.gib)) for claim in claims]

@@ -223,5 +223,5 @@ def _spans(gpu: FleetGpu) -> list[Span]:
         Span(0, slices, "full")
         if device.placement is None or device.profile is None
         else Span(device.placement.start, device.placement.size, device.profile.name)
-        for device in gpu.held
+        for device in {device.name: device for device in gpu.held}.values()
     ]

@@ -15,6 +15,7 @@ from driver.kube.slice_types import ResourceSlice, SliceDevice
 from driver.kube.types import Claim, GpuNodePlan
 from driver.model.device import is_shared
 from driver.model.gpu_events_and_conditions import ConditionType
+from driver.model.offer import compute_instances
 from driver.model.plan import COMPLETE, COUNTERS_FIELD, PUBLISH, NodeConditionType, OfferMode, PlanMode
 from driver.model.reported_gpus import FaultKind, GpuReport
 from driver.model.shared_memory import SHARING_FIELD
@@ -223,12 +224,15 @@ def offers(snapshot: StatusSnapshot) -> CheckOutput:
     if dropped:
         yield f"dropped device fields: {', '.join(dropped)}"
     for plan in plans:
-        shared = [f"gpu-{report.number}" for report in readable_reports(plan) if report.shared is not None]
-        if shared and SHARING_FIELD in plan.status.dropped:
-            message = f"can't share {listed(shared)} by memory: the API server does not keep {SHARING_FIELD}"
-            yield Problem(
-                plan.metadata.name, message, "remove --shared, or upgrade to Kubernetes 1.36 (docs/sharing.md)"
-            )
+        reports = readable_reports(plan) if SHARING_FIELD in plan.status.dropped else ()
+        gpus = [f"gpu-{report.number}" for report in reports if report.shared is not None]
+        profiles = {profile.name for report in reports for profile in report.gpu.profiles}
+        partitions = sorted(name for name in profiles if compute_instances(name) > 1)
+        for flag, names, how in (("--shared", gpus, " by memory"), ("--compute-instances", partitions, "")):
+            if names:
+                message = f"can't share {listed(names)}{how}: the API server does not keep {SHARING_FIELD}"
+                way_out = f"remove {flag}, or upgrade to Kubernetes 1.36 (docs/sharing.md)"
+                yield Problem(plan.metadata.name, message, way_out)
 
 
 def _reason(offer_mode: OfferMode, dropped: Iterable[str], snapshot: StatusSnapshot) -> str:

@@ -239,6 +239,8 @@ def test_the_table_has_devices_and_reasons_and_then_a_picture() -> None:
         ("gpu-shared=6Gi", ["--nodes", "l4-4", "--shared", "0=mps,1=time-slicing"], 6),
         ("gpu-shared=100Mi", ["--nodes", "l4-4", "--shared", "0=mps"], 23),
         ("gpu-shared=1Gi", ["--nodes", "h100-1", "--shared", "0=mps"], 48),
+        ("gpu-compute-instance", ["--nodes", "h100-1=2", "--compute-instances", "1c.3g.40gb"], 12),
+        ("gpu-compute-instance", ["--nodes", "a30-4", "--mig-gpus", "0", "--compute-instances", "1c.4g.24gb"], 4),
     ],
 )
 def test_a_class_is_filled_until_nothing_fits(device_class: str, options: list[str], count: int) -> None:

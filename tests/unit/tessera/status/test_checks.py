@@ -15,6 +15,7 @@ import yaml
 from driver.kube.controller_heartbeat import LEAVING
 from driver.kube.slice_types import ResourceSlice
 from driver.kube.types import Claim, DeviceClass, GpuNodePlan, PlanMetadata
+from driver.model.gpu_settings import SharedProfiles
 from driver.model.plan import (
     COMPLETE,
     COUNTERS_FIELD,
@@ -117,6 +118,7 @@ def version_of(text: str) -> dict[str, str]:
 
 
 SHARED = GpuReport(gpu_of(), 0, shared=SharedMemory(SharingStrategy.TIME_SLICING, 79 << 30))
+INSTANCES = GpuReport(SharedProfiles.parse("1c.3g.40gb").applied_to(gpu_of(), {}), 0)
 SOUND = StatusSnapshot(
     DRIVER,
     "tessera",
@@ -309,6 +311,11 @@ def test_a_claim_on_a_node_whose_name_begins_alike_hides_no_refusal() -> None:
             replace(SOUND, plans={NODE: plan(dropped=(SHARING_FIELD,), gpus=[SHARED])}),
             "offers",
             "node-a can't share gpu-0 by memory: the API server does not keep allowMultipleAllocations",
+        ),
+        (
+            replace(SOUND, plans={NODE: plan(dropped=(SHARING_FIELD,), gpus=[INSTANCES])}),
+            "offers",
+            "node-a can't share 1c.3g.40gb: the API server does not keep allowMultipleAllocations",
         ),
         (replace(SOUND, node_leases=[lease(NODE, NODE, ahead_s=-30)]), "clocks", "30 s behind the API server's"),
         (
