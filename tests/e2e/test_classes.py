@@ -39,7 +39,7 @@ QUOTAS = "/api/v1/namespaces/default/resourcequotas"
 POLICY = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies/one-share-of-a-gpu.gpu.tessera.dev"
 
 TRAINING, DEV, ANY_PARTITION, MONITOR = "gpu-training", "gpu-dev", "gpu-inference", "gpu-monitor"
-NVLINK, SHARED = "gpu-training-nvlink", "gpu-shared"
+NVLINK, SHARED, COMPUTE_INSTANCE = "gpu-training-nvlink", "gpu-shared", "gpu-compute-instance"
 SMALL, WHOLE_PARTITION = "gpu-inference-1g-10gb", "gpu-inference-7g-80gb"
 
 CARDS = {
@@ -179,8 +179,8 @@ class TestEveryClass:
     @pytest.mark.usefixtures("cards")
     def test_allocates_what_its_name_says(self, cluster: Cluster, ask: Asking) -> None:
         published = {(pool, device["name"]): device["attributes"] for pool, device in devices_of(cluster)}
-        # test_monitors.py is about monitor devices, test_policies_shared.py about claims for parts of shared GPUs.
-        names = SHIPPED.keys() - {MONITOR, SHARED}
+        # test_monitors.py, test_shared_gpus.py and test_shared_partitions.py are about the others.
+        names = SHIPPED.keys() - {MONITOR, SHARED, COMPUTE_INSTANCE}
         for name in names:
             ask(name, asked(name))
         for name in names:

@@ -109,7 +109,7 @@ def test_a_request_that_states_memory_is_let_through_in_a_namespace_without_a_li
         ([part("16Gi", "a"), part("1", "b")], 17),
         ([part("17179869185", device_class=OWN)], 17),
         ([part("8.5Gi", count=2)], 18),
-        ([part("1m", f"r{number}") for number in range(16)] + [part("500Mi", "last")], 17),
+        ([part("1m", f"r{number}") for number in range(9)] + [part("7.5Gi", "last")], 17),
         ([part("1073741824500m", f"r{number}") for number in range(9)], 18),
         ([either(exactly("2Gi"), exactly("17Gi"))], 17),
         ([part("-9Gi", "a"), part("16Gi", "b")], 17),
