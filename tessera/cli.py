@@ -24,7 +24,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Signals that end the node plugin."""
 
 OF_THEIR_OWN_MODULE = (
-    "acceptance", "kueue", "lint", "map", "simulate", "status", "topology", "uninstall", "usage", "web", "why",
+    "acceptance", "kueue", "lint", "map", "simulate", "status", "topology", "uninstall", "usage", "web",
 )  # fmt: skip
 COMMAND_MODULES = {
     **{name: f"tessera.commands.{name}" for name in OF_THEIR_OWN_MODULE},
@@ -33,10 +33,12 @@ COMMAND_MODULES = {
     "cordon": "tessera.commands.maintenance.cordon",
     "drain": "tessera.commands.maintenance.drain",
     "migrate": "tessera.commands.maintenance.migrate",
+    "preempt": "tessera.commands.waiting.preempt",
     "sim": "tessera.sim.node_commands",
     "template": "tessera.commands.node_template",
     "uncordon": "tessera.commands.maintenance.cordon",
     "version": "tessera.version",
+    "why": "tessera.commands.waiting.why",
 }
 """Modules of the commands by name, each loaded only when its command runs: the node plugin must not load them all."""
 

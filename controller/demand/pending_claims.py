@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import islice, product
 
 from controller.cluster.claim_index import ClusterState
-from controller.cluster.fleet import Fleet
+from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.device_search import SearchOutcome
 from controller.demand.feasibility import Feasibility, Matching, Nodes, NodeSearch
 from controller.demand.gangs import Gang, GangRoom, Room, Wanted, gangs_of
@@ -41,10 +41,29 @@ from driver.kube.types import (
     Pod,
     Request,
 )
+from driver.model.device import Device
+from driver.model.offer import OF_SEVERAL
 from driver.slices.slice_names import Pool
 
 Holders = Mapping[tuple[str, str], tuple[str, ...]]
 """The claims (``namespace/name``) that have a device, by node and name of the device."""
+
+
+def held_with_claims(gpu: FleetGpu, holders: Holders) -> Iterator[tuple[Device, tuple[str, ...]]]:
+    """The held devices with the claims that have them; one of several claims once for each of them."""
+    before: Counter[str] = Counter()
+    for device in gpu.held:
+        claims = holders.get((gpu.node, device.name), ())
+        if device.kind in OF_SEVERAL:
+            claims = claims[before[device.name] :][:1]
+            before[device.name] += 1
+        yield device, claims
+
+
+def holders_of(gpus: Iterable[FleetGpu], holders: Holders) -> list[str]:
+    """The claims with devices on ``gpus``, by name."""
+    devices = {(gpu.node, device.name) for gpu in gpus for device in gpu.held}
+    return sorted({claim for device in devices for claim in holders.get(device, ())})
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,15 +15,13 @@ from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.device_search import SearchOutcome
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.node_eligibility import Excluded, Exclusion
-from controller.demand.pending_claims import Holders, PendingClaim, Queue
+from controller.demand.pending_claims import Holders, PendingClaim, Queue, held_with_claims, holders_of
 from controller.demand.requirements import ClaimRequirements, DeviceRequest, RefusedRequest, joined
 from controller.explain.sources.no_free_device import Reasoning
 from controller.explain.sources.selected_gpus import (
     Availability,
     Obstacle,
     by_obstacle,
-    held_with_claims,
-    holders_of,
     listed,
     tainting_rules,
     without,

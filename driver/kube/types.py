@@ -81,9 +81,13 @@ class OwnerReference(Struct, frozen=True):
 
 
 class Annotations(Struct, frozen=True):
-    """``volcano_group``: of a pod, the PodGroup with which Volcano schedules it."""
+    """``volcano_group``: of a pod, the PodGroup with which Volcano schedules it.
+
+    ``checkpointed_at``: of a pod, when its work was saved last (RFC 3339), as it says itself.
+    """
 
     volcano_group: str = msgspec.field(default="", name="scheduling.k8s.io/group-name")
+    checkpointed_at: str = msgspec.field(default="", name="gpu.tessera.dev/checkpointed-at")
 
 
 class Metadata(ObjectMeta, frozen=True, rename="camel", omit_defaults=True):
@@ -432,6 +436,7 @@ class PodSpec(Struct, frozen=True):
     scheduler_name: str = DEFAULT_SCHEDULER
     scheduling_group: SchedulingGroup | None = None
     priority: int = 0
+    preemption_policy: str = ""
     resources: Resources | None = None
     """Of the whole pod, in place of its containers' (KEP-2837)."""
     overhead: dict[str, Quantity] = {}
@@ -456,6 +461,7 @@ class PodStatus(Struct, frozen=True):
     resource_claim_statuses: tuple[PodResourceClaim, ...] = ()
     extended_resource_claim_status: ExtendedClaimStatus | None = None
     nominated_node_name: str = ""
+    start_time: str | None = None
 
 
 class Pod(Struct, frozen=True):

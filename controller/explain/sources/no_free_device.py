@@ -15,7 +15,7 @@ from controller.demand.device_search import SearchOutcome
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.gangs import Gang
 from controller.demand.node_eligibility import Eligibility, Excluded
-from controller.demand.pending_claims import PendingClaim, Queue, described
+from controller.demand.pending_claims import PendingClaim, Queue, described, holders_of
 from controller.demand.requirements import ClaimRequirements, DeviceRequest, RefusedRequest
 from controller.explain.reason import ClaimReason, Reason, ReasonCode
 from controller.explain.sources import no_free_device_sentences as sentences
@@ -27,7 +27,6 @@ from controller.explain.sources.selected_gpus import (
     by_obstacle,
     failure_of,
     held_by,
-    holders_of,
     listed,
     matching_gpus,
     selected_gpus,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -12,13 +12,12 @@ from functools import cached_property
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.device_search import free_spots, most_devices, slices_of
 from controller.demand.node_eligibility import BLOCKING, Excluded
-from controller.demand.pending_claims import Holders
+from controller.demand.pending_claims import Holders, holders_of
 from controller.demand.requirements import DeviceRequest
 from controller.demand.selected_devices import Matches, Selector, SelectorFailure
 from driver.kube.types import DeviceTaintRule
-from driver.model.device import Device
 from driver.model.gpu import MigMode
-from driver.model.offer import FULL, OF_SEVERAL, SHARE, SHARED, DeviceKind, OfferKind
+from driver.model.offer import FULL, SHARE, SHARED, DeviceKind, OfferKind
 from driver.model.reported_gpus import FaultKind
 from driver.slices.slice_names import Pool
 
@@ -341,23 +340,6 @@ def numbered(gpus: Iterable[FleetGpu]) -> str:
     for gpu in gpus:
         on_nodes.setdefault(gpu.node, []).append(f"gpu-{gpu.number}")
     return listed([f"{listed(names)} of {node}" for node, names in sorted(on_nodes.items())])
-
-
-def held_with_claims(gpu: FleetGpu, holders: Holders) -> Iterator[tuple[Device, tuple[str, ...]]]:
-    """The held devices with the claims that have them; one of several claims once for each of them."""
-    before: Counter[str] = Counter()
-    for device in gpu.held:
-        claims = holders.get((gpu.node, device.name), ())
-        if device.kind in OF_SEVERAL:
-            claims = claims[before[device.name] :][:1]
-            before[device.name] += 1
-        yield device, claims
-
-
-def holders_of(gpus: Iterable[FleetGpu], holders: Holders) -> list[str]:
-    """The claims with devices on ``gpus``, by name."""
-    devices = {(gpu.node, device.name) for gpu in gpus for device in gpu.held}
-    return sorted({claim for device in devices for claim in holders.get(device, ())})
 
 
 def held_by(available: Iterable[Availability], holders: Holders) -> str:

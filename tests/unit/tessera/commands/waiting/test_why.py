@@ -16,7 +16,7 @@ from controller.report.claim_explainer import Explanation
 from driver.clock import Clock
 from driver.kube.lease import leases
 from tessera.cli import main
-from tessera.commands.why import _as_text
+from tessera.commands.waiting.why import _as_text
 from tests.support.api_server import Exchange, ObjectApi
 from tests.support.queues import request
 from tests.unit.tessera.commands.test_map import add_node, hold

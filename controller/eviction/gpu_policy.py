@@ -1,0 +1,107 @@
+"""GpuPolicy: which pods may be evicted for which others (docs/taking-back.md).
+
+The policy of the victim decides. A pod that no policy matches, or whose policy does not enable preemption, is never
+evicted for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.alias_generators import to_camel
+from pydantic_core import ErrorDetails
+
+from driver.errors import UsageError
+
+Names = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=253)], ...], Field(max_length=1000)]
+
+
+class _PolicyPart(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, populate_by_name=True)
+
+
+class PreemptionRules(_PolicyPart):
+    """Pods of the policy may be evicted for waiting pods of higher priority.
+
+    ``victims``: DeviceClasses, of which each claim of a victim has one; none: of any. ``by_namespaces``: of the waiting
+    pods. Any tenant may choose any PriorityClass, so an empty list lets nobody take.
+    """
+
+    enabled: Annotated[bool, Field(strict=True)] = False
+    victims: Annotated[Names, Field(alias="from")] = ()
+    by_namespaces: Names = ()
+
+
+class PolicySpec(_PolicyPart):
+    """``priority``: of several policies that match a pod the highest counts, then the first by name.
+
+    ``namespaces``, ``device_classes``: those of the pods that it matches; empty: all.
+    """
+
+    priority: Annotated[int, Field(strict=True)] = 0
+    namespaces: Names = ()
+    device_classes: Names = ()
+    preemption: PreemptionRules = PreemptionRules()
+
+    def matches(self, namespace: str, classes: Iterable[str]) -> bool:
+        return (not self.namespaces or namespace in self.namespaces) and (
+            not self.device_classes or not set(self.device_classes).isdisjoint(classes)
+        )
+
+
+class PolicyMetadata(BaseModel):
+    """What else a manifest has there does not matter."""
+
+    name: Annotated[str, Field(min_length=1, max_length=253)]
+
+
+class GpuPolicy(_PolicyPart):
+    """One policy of the cluster."""
+
+    api_version: Literal["gpu.tessera.dev/v1alpha1"]
+    kind: Literal["GpuPolicy"]
+    metadata: PolicyMetadata
+    spec: PolicySpec = PolicySpec()
+
+
+class GpuPolicies:
+    """All policies."""
+
+    def __init__(self, policies: Iterable[GpuPolicy]) -> None:
+        self._in_order = sorted(policies, key=lambda policy: (-policy.spec.priority, policy.metadata.name))
+
+    def of_pod(self, namespace: str, classes: Iterable[str]) -> GpuPolicy | None:
+        """The policy that decides over a pod of ``namespace`` with claims of ``classes``."""
+        names = frozenset(classes)
+        return next((policy for policy in self._in_order if policy.spec.matches(namespace, names)), None)
+
+    def refusal(self, namespace: str, classes: frozenset[str], contender: str) -> str | None:
+        """Why such a pod may not be evicted for one of the namespace ``contender``; None: it may."""
+        policy = self.of_pod(namespace, classes)
+        if policy is None:
+            return "no GpuPolicy matches it"
+        name, rules = policy.metadata.name, policy.spec.preemption
+        if not rules.enabled:
+            return f"GpuPolicy {name} does not enable preemption"
+        if contender not in rules.by_namespaces:
+            return f"GpuPolicy {name} lets no pods of namespace {contender} take its devices (preemption.byNamespaces)"
+        if rules.victims and not classes <= set(rules.victims):
+            others = ", ".join(sorted(classes - set(rules.victims)))
+            return f"GpuPolicy {name} does not list class {others} in preemption.from"
+        return None
+
+
+def parse_policy(content: object, place: str) -> GpuPolicy:
+    """The policy that a manifest holds. Raises UsageError that names every invalid field; ``place`` begins it."""
+    try:
+        return GpuPolicy.model_validate(content)
+    except ValidationError as error:
+        raise UsageError("; ".join(f"{place}: {_described(fault)}" for fault in error.errors()[:10])) from error
+
+
+def _described(fault: ErrorDetails) -> str:
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"]).removeprefix(".")
+    value = "" if isinstance(fault["input"], dict | list) else f" (found {fault['input']!r:.60})"
+    return f"{field or 'the whole'}: {fault['msg']}{value}"

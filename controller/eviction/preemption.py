@@ -1,0 +1,275 @@
+"""Which pods would have to end so that a waiting pod of higher priority gets its devices (pure).
+
+The kube-scheduler does not preempt for devices. A set of victims is looked for on each node where the pod could run if
+nothing were held there: see ``victim_search``. The hours in its cost count from the start of a pod, or from the moment
+at which the pod says that its work was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from fractions import Fraction
+from functools import partial
+from itertools import chain
+from math import isfinite
+from typing import NamedTuple
+
+from controller.demand.device_search import slices_of
+from controller.demand.pending_claims import IMPLICIT, Queue, classes_by_resource, held_with_claims
+from controller.demand.pod_requests import RequestedAmount, requested, total
+from controller.eviction.evictor import ADMIN_ACCESS, own_protection
+from controller.eviction.gpu_policy import GpuPolicies
+from controller.eviction.victim_search import EvictionCost, VictimSet, VictimUnit, cheapest_victims
+from driver.clock import Clock
+from driver.kube.types import Claim, Key, Node, Pod, PodSpec
+
+KUEUE_LABELS = "kueue.x-k8s.io/"
+GANG_LABEL = "leaderworkerset.sigs.k8s.io/group-key"
+"""Of the pods of one group of a LeaderWorkerSet, which restarts them together."""
+
+HAS_ENDED = {"Succeeded", "Failed"}
+PODS = "pods"
+"""The resource of a node that each pod takes one of."""
+
+
+class Preemption(NamedTuple):
+    """``victims`` on ``node``; ``second``: node and cost of the cheapest other set that was found, if there is one."""
+
+    node: str
+    victims: VictimSet
+    second: tuple[str, EvictionCost] | None
+
+
+class SparedPods(NamedTuple):
+    """Pods with devices on ``node`` that may not be evicted together, and why."""
+
+    node: str
+    pods: tuple[str, ...]
+    reason: str
+
+
+class HeldPart(NamedTuple):
+    """What a claim has of a GPU: ``part`` of its memory, which are so many ``slices``."""
+
+    gpu: str
+    node: str
+    part: float
+    slices: float
+
+
+class RunningPods:
+    """The pods of the cluster that are bound to nodes, the claims that they use, and what each node can give to pods.
+
+    The controller's caches have none of these.
+    """
+
+    def __init__(self, pods: Iterable[Pod], claims: Iterable[Claim], nodes: Iterable[Node]) -> None:
+        self.pods = {pod.metadata.key: pod for pod in pods if pod.status.phase not in HAS_ENDED}
+        self._claims = {str(claim.metadata.key): claim for claim in claims}
+        self._allocatable = {node.metadata.name: node.status.allocatable for node in nodes}
+        self._gangs: dict[tuple[str, str], list[Pod]] = {}
+        self._on_nodes: dict[str, list[Pod]] = {}
+        for pod in self.pods.values():
+            self._on_nodes.setdefault(pod.spec.node_name, []).append(pod)
+            if (gang := _gang_of(pod)) is not None:
+                self._gangs.setdefault(gang, []).append(pod)
+
+    def claim(self, name: str) -> Claim | None:
+        return self._claims.get(name)
+
+    def consumers(self, name: str) -> Iterator[Pod]:
+        """The pods that a claim is reserved for."""
+        claim = self._claims.get(name)
+        for consumer in claim.pod_consumers if claim is not None else ():
+            pod = self.pods.get(Key(name.partition("/")[0], consumer.name))
+            if pod is not None and pod.metadata.uid == consumer.uid:
+                yield pod
+
+    def together(self, claim: str) -> tuple[frozenset[str], list[Pod]]:
+        """The claims and pods that can only go together: those of a pod, the pods of a claim, those of a gang."""
+        claims, pods, waiting = set[str](), dict[Key, Pod](), [claim]
+        while waiting:
+            name = waiting.pop()
+            if name in claims:
+                continue
+            claims.add(name)
+            for pod in self.consumers(name):
+                gang = _gang_of(pod)
+                for member in [pod] if gang is None else self._gangs[gang]:
+                    pods[member.metadata.key] = member
+                    waiting += map(str, member.claims)
+        return frozenset(claims), list(pods.values())
+
+    def lacking(self, node: str, spec: PodSpec, names: Iterable[str], gone: Collection[str]) -> str | None:
+        """Which of these resources the node has too little of for such a pod, without the pods ``gone``; or None."""
+        staying = [pod.spec for pod in self._on_nodes.get(node, ()) if str(pod.metadata.key) not in gone]
+        allocatable = self._allocatable.get(node, {})
+        for name in (PODS, *names):
+            has = total([RequestedAmount(allocatable.get(name, "0"))])
+            if sum((_amount(name, other) for other in staying), _amount(name, spec)) > has:
+                return name
+        return None
+
+
+class PreemptionSearch:
+    """The search for one waiting pod.
+
+    ``protected``: why units, by their pods, are left out, such as by a PodDisruptionBudget; the caller adds them.
+    ``spared``: all that was left out on the nodes that were searched. ``short_of``: by node, the resource of which it
+    would have too little for the pod even without all victims.
+    """
+
+    def __init__(self, queue: Queue, pod: Pod, running: RunningPods, policies: GpuPolicies, clock: Clock) -> None:
+        self.protected: dict[tuple[str, ...], str] = {}
+        self.spared: list[SparedPods] = []
+        self.short_of: dict[str, str] = {}
+        self._queue, self._pod, self._running, self._policies, self._clock = queue, pod, running, policies, clock
+        by_class = classes_by_resource(queue.cluster.classes).keys()
+        self._resources = sorted(name for name in pod.spec.resource_names - by_class if not name.startswith(IMPLICIT))
+        self._parts: dict[str, list[HeldPart]] = {}
+        for entry in queue.feasibility.fleet:
+            for device, claims in held_with_claims(entry, queue.holders):
+                slices = slices_of(entry.state, device.spot.kind, device.spot.at)
+                part = HeldPart(entry.gpu.uuid, entry.node, slices / entry.state.geometry.slices, slices)
+                for claim in claims:
+                    self._parts.setdefault(claim, []).append(part)
+        self._alternatives = list(queue.combinations(pod))
+
+    def obstacle(self) -> str | None:
+        """Why no pod is evicted for this one, whatever the policies say; None: nothing prevents it."""
+        pod, queue = self._pod, self._queue
+        if not self._alternatives or not any(needed.requests for needed in self._alternatives):
+            return "it waits for no device that this driver has"
+        if pod.spec.preemption_policy == "Never":
+            return "its preemptionPolicy is Never"
+        if pod.status.nominated_node_name:
+            return f"the scheduler makes room for it on node {pod.status.nominated_node_name}"
+        gang = next((gang for gang in queue.gangs if pod in gang.pods), None)
+        if gang is not None:
+            return f"it is one of {len(gang.pods)} waiting pods of a gang: room for one of them serves none"
+        nodes = queue.nodes_for(pod)
+        if any(queue.feasibility.may_fit(needed, nodes) for needed in self._alternatives):
+            return "devices for it are free: nobody has to end for it"
+        return None
+
+    def best(self) -> Preemption | None:
+        """The cheapest victims on any node; None: no set of pods that may be evicted makes room."""
+        self.spared, self.short_of = [], {}
+        units = {node: list(self._units(node)) for node in self._candidates()}
+        by_node = {node: victims for node in units if (victims := self._cheapest(node, units[node])) is not None}
+        if not by_node:
+            return None
+        node = min(by_node, key=lambda name: (by_node[name].cost, name))
+        others = [(victims.cost, name) for name, victims in by_node.items() if name != node]
+        for unit in by_node[node].units:
+            without = self._cheapest(node, [other for other in units[node] if other is not unit])
+            others += [(without.cost, node)] if without is not None else []
+        second = min(others, default=None)
+        return Preemption(node, by_node[node], None if second is None else (second[1], second[0]))
+
+    def _candidates(self) -> list[str]:
+        """The nodes where the pod could run if nothing were held."""
+        nodes, unheld = self._queue.nodes_for(self._pod), self._queue.feasibility.unheld
+        able = (unheld.nodes_that_may_fit(needed, nodes) for needed in self._alternatives)
+        return sorted(set(chain.from_iterable(able)))
+
+    def _cheapest(self, node: str, units: Sequence[VictimUnit]) -> VictimSet | None:
+        lacking = self._lacking(node, units)
+        if lacking is not None:
+            self.short_of[node] = lacking
+            return None
+        counts = [[request.count for request in needed.requests] for needed in self._alternatives]
+        is_known = self._lacking(node, ()) is None and None not in chain.from_iterable(counts)
+        devices = max(sum(count or 0 for count in of_one) for of_one in counts) if is_known else 0
+        return cheapest_victims(units, devices, partial(self._is_enough, node, checks_resources=not is_known))
+
+    def _is_enough(self, node: str, gone: Collection[VictimUnit], *, checks_resources: bool) -> bool:
+        claims = frozenset[str]().union(*(unit.claims for unit in gone))
+        holders, feasibility = self._queue.holders, self._queue.feasibility
+        remaining = [
+            entry.holding(device for device, of in held_with_claims(entry, holders) if not of or not claims >= set(of))
+            for entry in feasibility.fleet.nodes[node]
+        ]
+        return any(feasibility.fits_on(remaining, needed) for needed in self._alternatives) and (
+            not checks_resources or self._lacking(node, gone) is None
+        )
+
+    def _lacking(self, node: str, gone: Collection[VictimUnit]) -> str | None:
+        """The resource, such as cpu, of which the node has too little for the pod without ``gone``, or None."""
+        ended = {pod for unit in gone for pod in unit.pods}
+        return self._running.lacking(node, self._pod.spec, self._resources, ended)
+
+    def _units(self, node: str) -> Iterator[VictimUnit]:
+        """What can be evicted there, each unit with all pods and claims that go with it, wherever they are."""
+        remaining = {claim for (where, _), claims in self._queue.holders.items() if where == node for claim in claims}
+        while remaining:
+            claims, pods = self._running.together(min(remaining))
+            remaining -= claims
+            names = tuple(sorted(str(pod.metadata.key) for pod in pods))
+            reason = self.protected.get(names) or self._why_spared(claims, pods)
+            if reason is not None:
+                self.spared.append(SparedPods(node, names, reason))
+            else:
+                yield self._unit(node, names, claims, pods)
+
+    def _why_spared(self, names: Iterable[str], pods: Sequence[Pod]) -> str | None:
+        """Why these pods are not evicted together; None: they may be."""
+        claims = {name: self._running.claim(name) for name in sorted(names)}
+        for name, claim in claims.items():
+            if claim is not None and claim.has_admin_access:
+                return ADMIN_ACCESS.reason
+            if claim is not None and len(list(self._running.consumers(name))) < len(claim.status.reserved_for):
+                return f"claim {name} is reserved for something that is no running pod"
+        if not pods:
+            return "no pod uses it: its claim holds the devices until somebody deletes it"
+        return next(filter(None, map(self._why_pod_spared, pods)), None)
+
+    def _why_pod_spared(self, pod: Pod) -> str | None:
+        if (protection := own_protection(pod)) is not None:
+            return protection.reason
+        if pod.metadata.deletion_timestamp is not None:
+            return "it is ending already"
+        if any(label.startswith(KUEUE_LABELS) for label in pod.metadata.labels):
+            return "Kueue admits it, and takes back its quota itself"
+        if pod.spec.priority >= self._pod.spec.priority:
+            return f"its priority {pod.spec.priority} is not below {self._pod.spec.priority}"
+        claims = (self._running.claim(str(key)) for key in pod.claims)
+        classes = frozenset(name for claim in claims if claim is not None for name in claim.class_names)
+        return self._policies.refusal(pod.metadata.namespace, classes, self._pod.metadata.namespace)
+
+    def _unit(self, node: str, names: tuple[str, ...], claims: frozenset[str], pods: Sequence[Pod]) -> VictimUnit:
+        parts = {claim: self._parts.get(claim, []) for claim in claims}
+        hours = {
+            claim: max((self._hours_since_saved(pod) for pod in pods if claim in map(str, pod.claims)), default=0.0)
+            for claim in claims
+        }
+        every = list(chain.from_iterable(parts.values()))
+        cost = EvictionCost(
+            priority=max(pod.spec.priority for pod in pods),
+            busy=len(pods),
+            pods=len(pods),
+            gpu_hours=round(sum(part.part * hours[claim] for claim, of in parts.items() for part in of), 3),
+            slices=sum(part.slices for part in every),
+        )
+        return VictimUnit(names, claims, frozenset(part.gpu for part in every if part.node == node), cost)
+
+    def _hours_since_saved(self, pod: Pod) -> float:
+        """Hours since the pod started or, if that was later, since it says that its work was saved."""
+        ages = [self._clock.seconds_since(pod.status.start_time or pod.metadata.creation_timestamp)]
+        with suppress(ValueError, TypeError):
+            ages.append(self._clock.seconds_since(pod.metadata.annotations.checkpointed_at or None))
+        seconds = min(ages)
+        return max(0.0, seconds) / 3600 if isfinite(seconds) else 0.0
+
+
+def _gang_of(pod: Pod) -> tuple[str, str] | None:
+    """Names the gang of a pod, which is of no use without one of its pods."""
+    if pod.pod_group is not None:
+        return (pod.metadata.namespace, f"PodGroup {pod.pod_group.name}")
+    of_set = pod.metadata.labels.get(GANG_LABEL)
+    return None if of_set is None else (pod.metadata.namespace, f"LeaderWorkerSet {of_set}")
+
+
+def _amount(resource: str, spec: PodSpec) -> Fraction:
+    return Fraction(1) if resource == PODS else total(requested(spec, resource))

@@ -1,0 +1,1 @@
+"""The commands about pods that wait for devices."""

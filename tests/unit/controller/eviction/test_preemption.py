@@ -1,0 +1,265 @@
+"""Which pods would end so that a waiting pod gets its devices, and which never do."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controller.cluster.fleet import FleetGpu
+from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy
+from controller.eviction.preemption import Preemption, PreemptionSearch, RunningPods
+from controller.eviction.victim_search import EvictionCost
+from driver.kube.types import Node
+from tests.support.clock import FakeClock
+from tests.support.queues import DRIVER, FULL, Situation, fleet_gpu, node_of, profile, request
+
+OWNER = {"kind": "ReplicaSet", "name": "web", "uid": "owner", "controller": True, "apiVersion": "apps/v1"}
+NOW = "2026-11-21T00:16:40Z"
+"""Of the clock."""
+
+EVERYBODY: dict[str, Any] = {"preemption": {"enabled": True, "byNamespaces": ["default"]}}
+
+
+def policy(name: str = "all", **spec: Any) -> GpuPolicy:
+    manifest = {"apiVersion": "gpu.tessera.dev/v1alpha1", "kind": "GpuPolicy", "metadata": {"name": name}, "spec": spec}
+    return GpuPolicy.model_validate(manifest)
+
+
+class Contest:
+    """Pods that run with devices, and one of priority 10 that waits for some."""
+
+    def __init__(self, gpus: list[FleetGpu], cpu: str = "64") -> None:
+        self.there = Situation(gpus)
+        self._running: list[str] = []
+        for name in {entry.node for entry in gpus}:
+            node = {"metadata": {"name": name}, "status": {"allocatable": {"cpu": cpu, "pods": "110"}}}
+            self.there.nodes[name] = msgspec.convert(node, Node)
+
+    def runs(
+        self,
+        name: str,
+        node: str,
+        *devices: str,
+        priority: int = 0,
+        claim: dict[str, Any] | None = None,
+        since: str = NOW,
+        **pod: Any,
+    ) -> None:
+        """A pod with a claim of its own, which has ``devices`` of its node."""
+        pool = f"{node}-{DRIVER}"
+        results = [{"request": "gpu", "driver": DRIVER, "pool": pool, "device": device} for device in devices]
+        reserved = [{"resource": "pods", "name": name, "uid": name}]
+        status = {"allocation": {"devices": {"results": results}}, "reservedFor": reserved, **(claim or {})}
+        self.there.claim(name, request(), status=status)
+        metadata = {"ownerReferences": [OWNER], **pod.pop("metadata", {})}
+        running = {"phase": "Running", "startTime": since}
+        self.there.pod(name, name, nodeName=node, priority=priority, metadata=metadata, status=running, **pod)
+        self._running.append(name)
+
+    def search(self, *policies: GpuPolicy, selector: str = FULL, count: int = 1, **pod: Any) -> PreemptionSearch:
+        self.there.wants(request(selector=selector, count=count), **{"priority": 10, **pod})
+        queue = self.there.queue
+        [waiting] = [item for item in queue.pods if item.metadata.name == "pod-of-claim"]
+        bound = [item for item in self.there.pods if item.metadata.name in self._running]
+        running = RunningPods(bound, self.there.claims, self.there.nodes.values())
+        return PreemptionSearch(queue, waiting, running, GpuPolicies(policies or [policy(**EVERYBODY)]), FakeClock())
+
+
+def names(preemption: Preemption | None) -> list[str]:
+    units = () if preemption is None else preemption.victims.units
+    return sorted(pod.removeprefix("default/") for unit in units for pod in unit.pods)
+
+
+def full_node(*priorities: int) -> Contest:
+    """A GPU for each priority, which a pod of that priority has."""
+    contest = Contest(node_of("a", "full", gpus=len(priorities)))
+    for number, priority in enumerate(priorities):
+        contest.runs(f"p{number}", "a", f"gpu-{number}", priority=priority)
+    return contest
+
+
+def test_the_pod_of_the_lowest_priority_ends_and_the_second_best_is_told() -> None:
+    preemption = full_node(5, 1, 3).search().best()
+    assert names(preemption) == ["p1"]
+    assert preemption is not None
+    assert preemption.victims.is_cheapest
+    assert preemption.second == ("a", EvictionCost(3, 1, 1, 0.0, 8.0))
+
+
+def test_of_equal_priorities_the_fewest_pods_end() -> None:
+    contest = Contest(
+        [fleet_gpu("a", 0, "NVIDIA H100 80GB HBM3", "mig-1g10gb-0", "mig-1g10gb-1"), *node_of("b", "full", gpus=1)]
+    )
+    contest.runs("small-0", "a", "gpu-0-mig-1g10gb-0")
+    contest.runs("small-1", "a", "gpu-0-mig-1g10gb-1")
+    contest.runs("large", "b", "gpu-0")
+    assert names(contest.search().best()) == ["large"]
+
+
+def test_of_equal_pods_the_one_ends_that_saved_its_work_last() -> None:
+    contest, yesterday = Contest(node_of("a", "full", gpus=2)), "2026-11-20T00:00:00Z"
+    contest.runs("unsaved", "a", "gpu-0", since=yesterday)
+    saved = {"annotations": {"gpu.tessera.dev/checkpointed-at": NOW}}
+    contest.runs("saved", "a", "gpu-1", since=yesterday, metadata=saved)
+    assert names(contest.search().best()) == ["saved"]
+
+
+@pytest.mark.parametrize("written", ["yesterday", "2026-11-21T00:00:00", "9999-12-31T23:59:59Z", "x" * 10_000])
+def test_what_a_tenant_writes_as_the_time_of_its_checkpoint_breaks_nothing(written: str) -> None:
+    contest = Contest(node_of("a", "full", gpus=1))
+    contest.runs("p", "a", "gpu-0", metadata={"annotations": {"gpu.tessera.dev/checkpointed-at": written}})
+    assert names(contest.search().best()) == ["p"]
+
+
+@pytest.mark.parametrize(
+    ("pod", "claim", "policies", "reason"),
+    [
+        pytest.param({"priority": 10}, {}, [policy(**EVERYBODY)], "its priority 10 is not below 10", id="priority"),
+        pytest.param({}, {}, [policy(namespaces=["other"])], "no GpuPolicy matches it", id="no policy"),
+        pytest.param({}, {}, [policy("off")], "GpuPolicy off does not enable preemption", id="not enabled"),
+        pytest.param(
+            {}, {}, [policy("x", preemption={"enabled": True})],
+            "GpuPolicy x lets no pods of namespace default take its devices", id="namespace",
+        ),
+        pytest.param(
+            {}, {}, [policy("x", preemption={**EVERYBODY["preemption"], "from": ["gpu-dev"]})],
+            "GpuPolicy x does not list class any in preemption.from", id="class",
+        ),
+        pytest.param(
+            {}, {}, [policy("b", **EVERYBODY), policy("a", priority=1)],
+            "GpuPolicy a does not enable preemption", id="the policy of the highest priority decides",
+        ),
+        pytest.param(
+            {"metadata": {"ownerReferences": []}}, {}, [policy(**EVERYBODY)],
+            "it has no controller that would replace it", id="no controller",
+        ),
+        pytest.param(
+            {"metadata": {"ownerReferences": [{**OWNER, "kind": "DaemonSet"}]}}, {}, [policy(**EVERYBODY)],
+            "a pod of a DaemonSet would come back here", id="DaemonSet",
+        ),
+        pytest.param(
+            {"metadata": {"labels": {"kueue.x-k8s.io/podset": "main"}}}, {}, [policy(**EVERYBODY)],
+            "Kueue admits it", id="Kueue",
+        ),
+        pytest.param(
+            {}, {"reservedFor": [{"resource": "pods", "name": "gone", "uid": "gone"}]}, [policy(**EVERYBODY)],
+            "reserved for something that is no running pod", id="unknown consumer",
+        ),
+    ],
+)  # fmt: skip
+def test_a_pod_is_spared_with_its_reason(
+    pod: dict[str, Any], claim: dict[str, Any], policies: list[GpuPolicy], reason: str
+) -> None:
+    contest = Contest(node_of("a", "full", gpus=1))
+    contest.runs("p", "a", "gpu-0", claim=claim, **pod)
+    search = contest.search(*policies)
+    assert search.best() is None
+    [spared] = search.spared
+    assert reason in spared.reason
+
+
+@pytest.mark.parametrize(
+    ("held", "pod", "reason"),
+    [
+        pytest.param(("full",), {"preemptionPolicy": "Never"}, "its preemptionPolicy is Never", id="never"),
+        pytest.param(
+            ("full",),
+            {"status": {"nominatedNodeName": "a"}},
+            "the scheduler makes room for it on node a",
+            id="nominated",
+        ),
+        pytest.param((), {}, "devices for it are free", id="free"),
+    ],
+)
+def test_nobody_ends_for_a_pod_that_needs_or_wants_no_eviction(
+    held: tuple[str, ...], pod: dict[str, Any], reason: str
+) -> None:
+    contest = Contest(node_of("a", *held, gpus=1))
+    if held:
+        contest.runs("p", "a", "gpu-0")
+    assert reason in str(contest.search(**pod).obstacle())
+
+
+def test_a_gang_of_victims_goes_as_a_whole_also_from_other_nodes() -> None:
+    contest = Contest([*node_of("a", "full", gpus=1), *node_of("b", "full", gpus=2)])
+    group: dict[str, Any] = {"metadata": {"labels": {"leaderworkerset.sigs.k8s.io/group-key": "one"}}}
+    contest.runs("leader", "a", "gpu-0", **group)
+    contest.runs("worker", "b", "gpu-0", **group)
+    contest.runs("single", "b", "gpu-1", priority=1)
+    preemption = contest.search().best()
+    assert names(preemption) == ["leader", "worker"]
+    assert preemption is not None
+    assert preemption.victims.cost.pods == 2
+
+
+def test_a_node_that_lacks_cpu_even_without_all_victims_is_told() -> None:
+    contest = Contest(node_of("a", "full", gpus=1), cpu="2")
+    contest.runs("p", "a", "gpu-0", containers=[{"resources": {"requests": {"cpu": "1"}}}])
+    search = contest.search(containers=[{"resources": {"requests": {"cpu": "3"}}}])
+    assert search.best() is None
+    assert search.short_of == {"a": "cpu"}
+
+
+def test_more_pods_end_where_their_cpu_is_needed_too() -> None:
+    contest = Contest(node_of("a", "full", gpus=2), cpu="4")
+    for number in range(2):
+        contest.runs(f"p{number}", "a", f"gpu-{number}", containers=[{"resources": {"requests": {"cpu": "2"}}}])
+    assert names(contest.search(containers=[{"resources": {"requests": {"cpu": "3"}}}]).best()) == ["p0", "p1"]
+
+
+PROFILES = {"1g.10gb": [f"mig-1g10gb-{place}" for place in range(7)], "3g.40gb": ["mig-3g40gb-0", "mig-3g40gb-4"]}
+
+
+@st.composite
+def contests(draw: st.DrawFn) -> tuple[Contest, dict[str, Any], dict[str, int]]:
+    """A contest on at most 2 nodes, what its waiting pod asks for, and the priorities of the others."""
+    gpus, pods = list[FleetGpu](), list[tuple[str, str, int]]()
+    for node in "ab"[: draw(st.integers(1, 2))]:
+        for number in range(draw(st.integers(1, 3))):
+            held = draw(
+                st.sampled_from([["full"], *(PROFILES["1g.10gb"][:most] for most in range(4)), PROFILES["3g.40gb"]])
+            )
+            gpus.append(fleet_gpu(node, number, "NVIDIA H100 80GB HBM3", *held))
+            devices = [f"gpu-{number}" if name == "full" else f"gpu-{number}-{name}" for name in held]
+            pods += [(node, device, draw(st.integers(0, 12))) for device in devices]
+    contest = Contest(gpus)
+    for index, (node, device, priority) in enumerate(pods):
+        contest.runs(f"p{index}", node, device, priority=priority)
+    selector = draw(st.sampled_from([FULL, profile("3g.40gb"), profile("1g.10gb"), profile("7g.80gb")]))
+    wanted = {"selector": selector, "count": draw(st.integers(1, 2))}
+    return contest, wanted, {f"default/p{index}": priority for index, (*_, priority) in enumerate(pods)}
+
+
+@settings(max_examples=60)
+@given(contests())
+def test_no_other_set_of_pods_would_be_cheaper(drawn: tuple[Contest, dict[str, Any], dict[str, int]]) -> None:
+    contest, wanted, priorities = drawn
+    search = contest.search(**wanted)
+    if search.obstacle() is not None:
+        return
+    preemption = search.best()
+    queue = contest.there.queue
+    [waiting] = [item for item in queue.pods if item.metadata.name == "pod-of-claim"]
+    best: tuple[int, int] | None = None
+    lower = [name for name, priority in priorities.items() if priority < 10]
+    for size in range(1, len(lower) + 1):
+        for gone in combinations(lower, size):
+            remaining = [
+                [
+                    entry.holding(
+                        device for device in entry.held if not set(queue.holders[entry.node, device.name]) <= set(gone)
+                    )
+                    for entry in gpus
+                ]
+                for gpus in queue.feasibility.fleet.nodes.values()
+            ]
+            alternatives = list(queue.combinations(waiting))
+            if any(queue.feasibility.fits_on(node, needed) for node in remaining for needed in alternatives):
+                cost = (max(priorities[name] for name in gone), size)
+                best = cost if best is None else min(best, cost)
+    assert (None if preemption is None else preemption.victims.cost[:2]) == best
