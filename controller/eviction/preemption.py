@@ -20,7 +20,7 @@ from controller.demand.pending_claims import IMPLICIT, Queue, classes_by_resourc
 from controller.demand.pod_requests import RequestedAmount, requested, total
 from controller.eviction.evictor import ADMIN_ACCESS, own_protection
 from controller.eviction.gpu_policy import GpuPolicies
-from controller.eviction.victim_search import EvictionCost, VictimSet, VictimUnit, cheapest_victims
+from controller.eviction.victim_search import EvictionCost, Tries, VictimSet, VictimUnit, cheapest_victims
 from driver.clock import Clock
 from driver.kube.types import Claim, Key, Node, Pod, PodSpec
 
@@ -134,7 +134,7 @@ class PreemptionSearch:
                 part = HeldPart(entry.gpu.uuid, entry.node, slices / entry.state.geometry.slices, slices)
                 for claim in claims:
                     self._parts.setdefault(claim, []).append(part)
-        self._alternatives = list(queue.combinations(pod))
+        self._alternatives, self._tries = list(queue.combinations(pod)), Tries()
 
     def obstacle(self) -> str | None:
         """Why no pod is evicted for this one, whatever the policies say; None: nothing prevents it."""
@@ -155,7 +155,7 @@ class PreemptionSearch:
 
     def best(self) -> Preemption | None:
         """The cheapest victims on any node; None: no set of pods that may be evicted makes room."""
-        self.spared, self.short_of = [], {}
+        self.spared, self.short_of, self._tries = [], {}, Tries()
         units = {node: list(self._units(node)) for node in self._candidates()}
         by_node = {node: victims for node in units if (victims := self._cheapest(node, units[node])) is not None}
         if not by_node:
@@ -182,7 +182,8 @@ class PreemptionSearch:
         counts = [[request.count for request in needed.requests] for needed in self._alternatives]
         is_known = self._lacking(node, ()) is None and None not in chain.from_iterable(counts)
         devices = max(sum(count or 0 for count in of_one) for of_one in counts) if is_known else 0
-        return cheapest_victims(units, devices, partial(self._is_enough, node, checks_resources=not is_known))
+        is_enough = partial(self._is_enough, node, checks_resources=not is_known)
+        return cheapest_victims(units, devices, is_enough, self._tries)
 
     def _is_enough(self, node: str, gone: Collection[VictimUnit], *, checks_resources: bool) -> bool:
         claims = frozenset[str]().union(*(unit.claims for unit in gone))

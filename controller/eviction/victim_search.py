@@ -11,13 +11,20 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, islice
 from math import comb
 from typing import NamedTuple
 
 MAX_TRIED = 20_000
-"""Sets that are tried on one node. Beyond, units are left out one by one, the most expensive first, while the rest is
-enough: no unit of the result is superfluous, but a cheaper set may exist."""
+"""Sets that are tried for one waiting pod, on all nodes. Beyond, units are left out one by one, the most expensive
+first, while the rest is enough: no unit of the result is superfluous, but a cheaper set may exist."""
+
+
+@dataclass
+class Tries:
+    """How many more sets may be tried."""
+
+    remaining: int = MAX_TRIED
 
 
 class EvictionCost(NamedTuple):
@@ -65,7 +72,7 @@ Enough = Callable[[Collection[VictimUnit]], bool]
 """Whether the node has room for the waiting pod once these units are gone."""
 
 
-def cheapest_victims(units: Iterable[VictimUnit], devices: int, enough: Enough) -> VictimSet | None:
+def cheapest_victims(units: Iterable[VictimUnit], devices: int, enough: Enough, tries: Tries) -> VictimSet | None:
     """The cheapest of ``units`` after whose end there is room; None: even all of them are not enough.
 
     ``devices``: the number of devices that the pod asks for, 0 if that is not known.
@@ -86,9 +93,8 @@ def cheapest_victims(units: Iterable[VictimUnit], devices: int, enough: Enough) 
     if enough(needed):
         return _as_set(needed, is_cheapest=True)
     optional = [unit for unit in allowed if unit not in needed]
-    for tried, chosen in enumerate(_by_cost(optional, needed, devices)):
-        if tried == MAX_TRIED:
-            break
+    for chosen in islice(_by_cost(optional, needed, devices), tries.remaining):
+        tries.remaining -= 1
         if enough(chosen):
             return _as_set(chosen, is_cheapest=True)
     remaining = allowed

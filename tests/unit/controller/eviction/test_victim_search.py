@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.eviction import victim_search
-from controller.eviction.victim_search import EvictionCost, VictimUnit, cheapest_victims
+from controller.eviction.victim_search import EvictionCost, Tries, VictimUnit, cheapest_victims
 
 SLICES = 8
 
@@ -66,7 +66,7 @@ def test_no_set_of_victims_is_cheaper(search: tuple[list[VictimUnit], int, victi
     if enough(()):
         return
     for known_devices in (devices, 0):
-        result, best = cheapest_victims(units, known_devices, enough), best_of_all(units, enough)
+        result, best = cheapest_victims(units, known_devices, enough, Tries()), best_of_all(units, enough)
         assert (result and result.cost) == best
         if result is not None:
             assert result.is_cheapest
@@ -79,6 +79,6 @@ def test_of_many_equal_pods_a_set_is_found_that_has_no_superfluous_one() -> None
         for number in range(70)
     ]
     gone_at_least = 35
-    victims = cheapest_victims(units, 1, lambda gone: len(gone) >= gone_at_least)
+    victims = cheapest_victims(units, 1, lambda gone: len(gone) >= gone_at_least, Tries())
     assert victims is not None
     assert (len(victims.units), victims.is_cheapest) == (gone_at_least, False)
