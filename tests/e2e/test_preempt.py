@@ -91,8 +91,9 @@ def test_the_pod_is_bound_after_the_victims_that_are_named_have_ended(waiting: C
     api = waiting.api
     [notebook] = pods(waiting, "notebook")
     name = notebook["metadata"]["name"]
-    status, found = preempt(waiting, tmp_path)
-    assert (status, found["node"], found["isCheapest"]) == (0, "one", True), json.dumps({**found, "pod": 0})[60:]
+    wait_for(lambda: preempt(waiting, tmp_path)[0] == 0, SOON_S, "victims are found")
+    found = preempt(waiting, tmp_path)[1]
+    assert (found["node"], found["isCheapest"]) == ("one", True)
     assert [victim["pods"] for victim in found["victims"]] == [[f"default/{name}"]]
     budget = {
         "metadata": {"name": "always-one"},
