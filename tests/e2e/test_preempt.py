@@ -18,7 +18,7 @@ from tests.support.control_plane import control_plane
 from tests.support.controller import ControllerProcess, plugins
 from tests.support.plugin import PluginFlags
 
-pytestmark = [pytest.mark.cluster, pytest.mark.core, pytest.mark.timeout(300), pytest.mark.needs("shared counters")]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300), pytest.mark.needs("shared counters")]
 
 SOON_S = 60.0
 CORE, APPS = "/api/v1/namespaces/default", "/apis/apps/v1/namespaces/default"
