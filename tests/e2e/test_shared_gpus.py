@@ -28,7 +28,7 @@ from tests.support.controller import ControllerProcess, plugins
 from tests.support.invariants import limits_in_force
 from tests.support.plugin import PluginFlags, PluginProcess
 from tests.support.scheduling import Scheduling, asked, forget
-from tests.support.workloads import Workloads, wait_default_account
+from tests.support.workloads import Workloads, reported_of, wait_default_account
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400), pytest.mark.needs("consumable capacity")]
 
@@ -98,20 +98,12 @@ def test_claims_fill_one_gpu_before_they_open_another(
     large = asking(cluster, "too-large", "80Gi")
     assert "cannot allocate all claims" in large.refused()
     if with_controller:
-        reason = wait_for(lambda: told(cluster, "too-large"), SOON_S, "the reason on the claim")
+        reason = wait_for(lambda: reported_of(cluster, "too-large"), SOON_S, "the reason on the claim")
         assert "no shared GPU has so much; the largest has 79 GiB for claims (NVIDIA H100 PCIe)" in reason
     forget(*in_turn, large)
     if with_controller:
         controller.stop()
         assert controller.refused() == []
-
-
-def told(cluster: Cluster, name: str) -> str:
-    events = cluster.api.get("/api/v1/namespaces/default/events")["items"]
-    about = [event for event in events if event["involvedObject"].get("name") == name]
-    return " ".join(
-        event["message"] for event in about if event.get("source", {}).get("component") == "tessera-controller"
-    )
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.support.chart import install
 from tests.support.controller import ControllerProcess
 from tests.support.plugin import PluginFlags, PluginProcess
 from tests.support.scheduling import asked
-from tests.support.workloads import CLAIMS, Workloads
+from tests.support.workloads import CLAIMS, Workloads, reported_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
@@ -94,7 +94,7 @@ def test_the_controller_keeps_partitions_open_and_says_when_no_slice_is_left(
     workloads.running(*names)
     assert set(claims_by_device(cluster).values()) == {3}
     workloads.pod("late", workloads.claim("late", INSTANCE))
-    reason = wait_for(lambda: told(cluster, "late"), SOON_S, "the reason on the claim")
+    reason = wait_for(lambda: reported_of(cluster, "late"), SOON_S, "the reason on the claim")
     assert "no compute slice is left in the partitions, of 4 NVIDIA H100 PCIe" in reason
     workloads.delete_pods(names[0])
     workloads.running("late")
@@ -103,11 +103,3 @@ def test_the_controller_keeps_partitions_open_and_says_when_no_slice_is_left(
     wait_for(lambda: uuids_by_partition(plugin) == {}, SOON_S, "no partition left")
     controller.stop()
     assert controller.refused() == []
-
-
-def told(cluster: Cluster, name: str) -> str:
-    events = cluster.api.get("/api/v1/namespaces/default/events")["items"]
-    about = [event for event in events if event["involvedObject"].get("name") == name]
-    return " ".join(
-        event["message"] for event in about if event.get("source", {}).get("component") == "tessera-controller"
-    )

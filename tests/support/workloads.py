@@ -30,6 +30,15 @@ def request(device_class: str, name: str = "gpu", selector: str = "") -> dict[st
     return {"name": name, "exactly": exactly}
 
 
+def reported_of(cluster: Cluster, name: str) -> str:
+    """The messages of the controller's Events about an object in NAMESPACE."""
+    events = cluster.api.get(f"/api/v1/namespaces/{NAMESPACE}/events")["items"]
+    about = [event for event in events if event["involvedObject"].get("name") == name]
+    return " ".join(
+        event["message"] for event in about if event.get("source", {}).get("component") == "tessera-controller"
+    )
+
+
 def definition(kind: str, api_version: str) -> dict[str, Any]:
     """A CustomResourceDefinition that accepts every field, in place of the one of another project."""
     group, version = api_version.split("/")

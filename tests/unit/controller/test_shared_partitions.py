@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import msgspec
 import pytest
@@ -11,8 +11,6 @@ from controller.cluster.claim_index import ClaimIndex
 from controller.cluster.fleet import FleetGpu
 from controller.cluster.node_views import NodeView
 from controller.cluster.unheld_devices import UnheldDevices
-from controller.curation.counters_planner import CountersPlanner
-from controller.curation.disjoint_planner import DisjointPlanner
 from controller.eviction.overlapping_allocations import conflicts_on, refused_claim
 from controller.report.slice_states import SliceState
 from driver.kube.types import Claim
@@ -21,11 +19,11 @@ from driver.model.offer import Offer, Spot, partition_kind
 from driver.model.plan import PlanMode, PlanStatus
 from driver.model.reported_gpus import GpuReport, encode_inventory
 from driver.model.shared_memory import SHARING_FIELD
-from driver.placement.ranking import Ranking
 from tests.support.fleets import possible
 from tests.support.gpus import gpu_of
 from tests.support.map_cluster import MapCluster
 from tests.support.node_views import changes, fleet_of
+from tests.support.planners import PLANNERS, Planned, disjoint, with_counters
 from tests.support.queues import DRIVER, Situation, fleet_gpu, profile, request
 
 PROFILE = "1c.3g.40gb"
@@ -33,21 +31,6 @@ KIND = partition_kind(PROFILE)
 SHARING = SharedProfiles.parse(PROFILE).applied_to(gpu_of(), {}).profiles
 DEVICE = "gpu-0-mig-1c3g40gb-0-shared"
 POOL = f"n-{DRIVER}"
-
-Planned = Callable[[Situation, Iterable[Offer]], tuple[Offer, ...]]
-
-
-def with_counters(there: Situation, published: Iterable[Offer] = ()) -> tuple[Offer, ...]:
-    devices = UnheldDevices()
-    devices.offered = {*published}
-    return CountersPlanner(Ranking()).plan(there.queue, devices, ()).offers
-
-
-def disjoint(there: Situation, published: Iterable[Offer] = ()) -> tuple[Offer, ...]:
-    return DisjointPlanner(Ranking()).curate(there.queue, [*published], {}).offers
-
-
-PLANNERS = pytest.mark.parametrize("planned", [with_counters, disjoint])
 
 
 def sharing(node: str, number: int, *claims: int) -> FleetGpu:

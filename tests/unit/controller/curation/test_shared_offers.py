@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-import pytest
-
-from controller.cluster.unheld_devices import UnheldDevices
-from controller.curation.counters_planner import CountersPlanner
 from controller.curation.disjoint_planner import DisjointPlanner
 from driver.model.offer import FULL as FULL_KEY
 from driver.model.offer import SHARED as SHARED_KEY
 from driver.model.offer import DeviceKind, Offer, Spot
 from driver.placement.ranking import Ranking
+from tests.support.planners import PLANNERS, Planned, disjoint, with_counters
 from tests.support.queues import FULL, Situation, fleet_gpu, profile, request
 from tests.support.shared_gpus import BY_MPS, memory, shared_gpu
-
-Planned = Callable[[Situation, Iterable[Offer]], tuple[Offer, ...]]
-
-
-def with_counters(there: Situation, published: Iterable[Offer] = ()) -> tuple[Offer, ...]:
-    devices = UnheldDevices()
-    devices.offered = {*published}
-    return CountersPlanner(Ranking()).plan(there.queue, devices, ()).offers
-
-
-def disjoint(there: Situation, published: Iterable[Offer] = ()) -> tuple[Offer, ...]:
-    return DisjointPlanner(Ranking()).curate(there.queue, [*published], {}).offers
-
-
-PLANNERS = pytest.mark.parametrize("planned", [with_counters, disjoint])
 
 
 def shared(gpu: str) -> Offer:
