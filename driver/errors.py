@@ -20,6 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+    from pydantic_core import ErrorDetails
+
+SHOWN_FAULTS = 10
+"""Most invalid fields that one message names."""
 
 FORBIDDEN, NOT_FOUND, CONFLICT, INVALID = 403, 404, 409, 422
 """Expected statuses of an ApiError: not permitted; missing; existing already, or changed meanwhile; not valid."""
@@ -121,3 +129,14 @@ class DriverMissing(EnvironmentFault):
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+def invalid_fields(place: str, error: ValidationError) -> UsageError:
+    """The error about input that pydantic has refused; for each field it has the value and what is wrong."""
+    return UsageError("; ".join(f"{place}: {_described(fault)}" for fault in error.errors()[:SHOWN_FAULTS]))
+
+
+def _described(fault: ErrorDetails) -> str:
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"]).removeprefix(".")
+    value = "" if isinstance(fault["input"], dict | list) else f" (found {fault['input']!r:.60})"
+    return f"{field or 'the whole'}: {fault['msg']}{value}"

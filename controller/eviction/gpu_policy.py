@@ -11,9 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
-from pydantic_core import ErrorDetails
 
-from driver.errors import UsageError
+from driver.errors import invalid_fields
 
 Names = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=253)], ...], Field(max_length=1000)]
 
@@ -26,7 +25,7 @@ class PreemptionRules(_PolicyPart):
     """Pods of the policy may be evicted for waiting pods of higher priority.
 
     ``victims``: DeviceClasses, of which each claim of a victim has one; none: of any. ``by_namespaces``: of the waiting
-    pods. Any tenant may choose any PriorityClass, so an empty list lets nobody take.
+    pods. Tenants can choose any PriorityClass, so an empty list allows none.
     """
 
     enabled: Annotated[bool, Field(strict=True)] = False
@@ -98,10 +97,4 @@ def parse_policy(content: object, place: str) -> GpuPolicy:
     try:
         return GpuPolicy.model_validate(content)
     except ValidationError as error:
-        raise UsageError("; ".join(f"{place}: {_described(fault)}" for fault in error.errors()[:10])) from error
-
-
-def _described(fault: ErrorDetails) -> str:
-    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"]).removeprefix(".")
-    value = "" if isinstance(fault["input"], dict | list) else f" (found {fault['input']!r:.60})"
-    return f"{field or 'the whole'}: {fault['msg']}{value}"
+        raise invalid_fields(place, error) from error

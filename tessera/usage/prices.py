@@ -9,10 +9,9 @@ from typing import Annotated
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
-from pydantic_core import ErrorDetails
 
 from driver.config.libyaml_loader import read_yaml
-from driver.errors import UsageError
+from driver.errors import UsageError, invalid_fields
 
 FILE_LIMIT = 1024 * 1024
 
@@ -56,10 +55,4 @@ def read_prices(file: Path) -> Prices:
     except yaml.YAMLError as error:
         raise UsageError(f"{called}: is no YAML: {' '.join(str(error).split())[:300]}") from error
     except ValidationError as error:
-        raise UsageError("; ".join(f"{called}: {_described(fault)}" for fault in error.errors()[:10])) from error
-
-
-def _described(fault: ErrorDetails) -> str:
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"]).removeprefix(".")
-    value = "" if isinstance(fault["input"], dict | list) else f" (found {fault['input']!r:.60})"
-    return f"{place or 'the whole'}: {fault['msg']}{value}"
+        raise invalid_fields(called, error) from error
