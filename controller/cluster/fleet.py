@@ -11,7 +11,8 @@ from typing import TypeVar
 from controller.cluster.node_dedication import UseLabel
 from driver.model.device import Device, devices_of
 from driver.model.gpu import Gpu
-from driver.model.offer import DeviceKind, Offer, Spot
+from driver.model.offer import SHARED, DeviceKind, Offer, Spot
+from driver.model.plan import Held
 from driver.model.reported_gpus import FaultKind
 from driver.model.shared_memory import SharedMemory
 from driver.placement.occupancy import Geometry, GpuState, overlap, possible_kinds
@@ -144,6 +145,13 @@ class FleetGpu:
         if self.fault is not None or self.why_no_offers or self.tainted:
             return frozenset()
         return self.uses & possible_kinds(self.gpu, shares_only=self.shares_only)
+
+
+def parts_of(device: Device, claims: Iterable[Held]) -> list[Device]:
+    """The parts that ``claims`` have of a device which several can have: GiB of a shared device, compute instances."""
+    if device.shared is None:
+        return [device for claim in claims for _ in range(claim.gib)]
+    return [replace(device, spot=Spot(SHARED, claim.gib or device.shared.gib)) for claim in claims]
 
 
 class Hardware:

@@ -7,13 +7,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from controller.cluster.fleet import Fleet, FleetGpu
+from controller.cluster.fleet import Fleet, FleetGpu, parts_of
 from controller.cluster.node_views import NodeChanges, NodeView
 from driver.errors import StateError
 from driver.model.device import Device, is_shared, is_shared_partition, share_device, shared_device
 from driver.model.gpu import Gpu
 from driver.model.offer import OF_SEVERAL
-from driver.model.plan import Held
 from driver.model.reported_gpus import FaultKind, GpuReport, decode_inventory
 from driver.model.shared_memory import SHARING_FIELD, SharedMemory, SharingStrategy
 
@@ -128,19 +127,16 @@ def _holding(node: NodeView, empty: FleetGpu, before: FleetGpu | None) -> FleetG
         if share and int(share["number"]) == empty.number:
             shares = node.published.get(name, empty.shares) or 1
             held.append(share_device(empty.gpu, empty.number, int(share["index"]), shares))
-        elif is_shared_partition(name):
-            device = empty.device_named(name)
-            held += [device for claim in node.shared.get(name, ()) for _ in range(claim.gib) if device is not None]
         elif is_shared(name):
-            held += _shares_of_memory(empty, name, node.shared.get(name, ()))
+            device = empty.device_named(name) if is_shared_partition(name) else _shared_device(empty)
+            held += parts_of(device, node.shared.get(name, ())) if device is not None and device.name == name else []
         elif not share and (device := empty.device_named(name)) is not None:
             held.append(device)
     gpu = empty.holding(held)
     return before if before is not None and before == gpu else gpu
 
 
-def _shares_of_memory(gpu: FleetGpu, name: str, claims: Sequence[Held]) -> list[Device]:
-    """What ``claims`` have of the shared device ``name`` if it is that of ``gpu``, which may not be shared any more."""
+def _shared_device(gpu: FleetGpu) -> Device:
+    """The shared device of ``gpu``, which may not be shared any more."""
     shared = gpu.shared or SharedMemory(SharingStrategy.TIME_SLICING, gpu.gpu.memory_bytes)
-    parts = [shared_device(gpu.gpu, gpu.number, shared, held.gib or shared.gib) for held in claims]
-    return [part for part in parts if part.name == name]
+    return shared_device(gpu.gpu, gpu.number, shared)

@@ -14,7 +14,7 @@ from itertools import chain, islice, product
 import msgspec
 
 from controller.cluster.claim_index import ClaimIndex, ClusterState
-from controller.cluster.fleet import Fleet, FleetGpu
+from controller.cluster.fleet import Fleet, FleetGpu, parts_of
 from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
 from controller.curation.counters_planner import CountersPlanner
 from controller.curation.disjoint_planner import DisjointPlanner
@@ -49,7 +49,7 @@ from driver.kube.types import (
     Pod,
 )
 from driver.model.device import Device, Monitor, merged
-from driver.model.offer import OF_SEVERAL, SHARED, DeviceKind, Offer, Spot
+from driver.model.offer import OF_SEVERAL, Offer
 from driver.model.plan import Held, OfferMode
 from driver.model.reported_gpus import FaultKind
 from driver.placement.ranking import Ranking
@@ -358,13 +358,9 @@ def _detailed(contents: Mapping[str, Content], pool: Pool) -> Iterator[DetailedS
         yield DetailedSlice(ObjectMeta(name, "0"), spec)
 
 
-def _parts(device: Device, claims: Iterable[Held]) -> list[Device]:
-    """The device, or of a shared one what each of ``claims`` has."""
-    if device.kind is DeviceKind.SHARED_PARTITION:
-        return [device for claim in claims for _ in range(claim.gib)]
-    if device.shared is None:
-        return [device]
-    return [replace(device, spot=Spot(SHARED, claim.gib or device.shared.gib)) for claim in claims]
+def _parts(device: Device, claims: Sequence[Held]) -> list[Device]:
+    """The device, or of one that several claims can have what each of ``claims`` has."""
+    return parts_of(device, claims) if device.kind in OF_SEVERAL else [device]
 
 
 def _publishable(gpu: FleetGpu) -> PublishableGpu:
