@@ -26,6 +26,9 @@ class DeviceKind(StrEnum):
 OF_SEVERAL = frozenset({DeviceKind.SHARED, DeviceKind.SHARED_PARTITION})
 """The kinds of devices that several claims can have at once, each a part."""
 
+WITHOUT_OWN_ACTIVITY = OF_SEVERAL | {DeviceKind.SHARE}
+"""The kinds of devices whose activity can't be told from that of other claims."""
+
 SHARED_PROFILE = re.compile(r"(?P<part>[1-9])c\.(?P<profile>(?P<slices>[1-9])g\..+)")
 """A profile whose partitions are shared, as NVIDIA writes compute instances: each claim gets one of ``part`` slices."""
 

@@ -136,9 +136,9 @@ def capacity(device: Device) -> dict[str, dict[str, Any]]:
     another capacity: one without a request policy is consumed whole by the first claim.
     """
     if device.profile is not None and device.kind is DeviceKind.SHARED_PARTITION:
-        slices = device.profile.compute_slices
-        each = str(slices // device.spot.kind.instances)
-        return {COMPUTE_CAPACITY: {"value": str(slices), "requestPolicy": {"default": each, "validValues": [each]}}}
+        instance = str(device.profile.instance_slices)
+        policy: dict[str, Any] = {"default": instance, "validValues": [instance]}
+        return {COMPUTE_CAPACITY: {"value": str(device.profile.compute_slices), "requestPolicy": policy}}
     if device.kind is DeviceKind.SHARE:
         return {}
     if device.shared is not None:

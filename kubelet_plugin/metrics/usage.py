@@ -18,7 +18,7 @@ from driver.hardware.host import Host
 from driver.hardware.host_paths import HOST, HostPaths
 from driver.kube.client import KubeClient
 from driver.model.device import full_device
-from driver.model.offer import OF_SEVERAL, DeviceKind
+from driver.model.offer import WITHOUT_OWN_ACTIVITY, DeviceKind
 from driver.model.usage import UsageReading
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.preparer import ClaimReader
@@ -154,7 +154,7 @@ class UsageCollector(Collector):
 
     def _source(self, usage: MeasuredDevice) -> str:
         """The same as long as the claim lasts."""
-        if usage.device.kind in {DeviceKind.SHARE, *OF_SEVERAL}:
+        if usage.device.kind in WITHOUT_OWN_ACTIVITY:
             return SHARED_SOURCE
         if self._sampler.has_activity(usage.device.gpu_uuid):
             return GPM_SOURCE

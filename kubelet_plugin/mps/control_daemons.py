@@ -231,8 +231,8 @@ class ControlDaemons:
             if pid:
                 with suppress(ControlError):
                     tool.run(*(["-q"] if record.protocol == NAMESPACES else []), commands="quit\n")
-            wait_until(END_TIMEOUT_SECONDS if pid else 0.0, lambda: not tool.processes(), INTERVAL_SECONDS)
-            _end_processes(tool.processes)
+            if not wait_until(END_TIMEOUT_SECONDS if pid else 0.0, lambda: not tool.processes(), INTERVAL_SECONDS):
+                _end_processes(tool.processes)
             log.info("ended an MPS control daemon", extra={"gpu": record.gpu, "pid": pid})
         self._limited.pop(directory, None)
         _remove_tree(directory)

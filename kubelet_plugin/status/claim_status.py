@@ -30,7 +30,7 @@ from driver.kube.tolerant_json import decode
 from driver.kube.types import Claim, ClaimStatus, Consumer, Metadata, ReportedDevice
 from driver.kube.work_loop import Backoff, GiveWay, Loop, at_once
 from driver.model.gpu_settings import TimeSlice, time_slice_in_force
-from driver.model.offer import DeviceKind, OfferKind
+from driver.model.offer import DeviceKind, compute_instances
 from driver.model.shared_memory import MemoryLimit, SharingStrategy
 from driver.placement.occupancy import PARTITION_KINDS
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord, device_key
@@ -128,7 +128,7 @@ def _status(device: DeviceRecord, requested: Sequence[TimeSlice | None]) -> Devi
     if device.kind in PARTITION_KINDS:
         message = "a partition of the GPU, isolated by hardware"
         if device.kind is DeviceKind.SHARED_PARTITION:
-            instances = OfferKind(device.kind, device.profile).instances
+            instances = compute_instances(device.profile)
             message = f"one of {instances} compute instances of a partition of the GPU, {SHARES_MEMORY}"
         if device.gpu_instance_id is not None and device.compute_instance_id is not None:
             data |= {"gpuInstanceID": device.gpu_instance_id, "computeInstanceID": device.compute_instance_id}

@@ -16,7 +16,7 @@ from typing import Protocol
 from driver.errors import ApiError, HardwareError
 from driver.hardware.host import TimeoutRunner
 from driver.hardware.usage import UsageReader
-from driver.model.offer import OF_SEVERAL, DeviceKind, OfferKind
+from driver.model.offer import WITHOUT_OWN_ACTIVITY, compute_instances
 from driver.model.shared_memory import GIB
 from driver.model.usage import UsageReading, UsageTarget, UsageTotals
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
@@ -179,7 +179,7 @@ class UsageSampler:
         totals = self._saved.pop((record.uid, device.key), None)
         if totals is None:
             gpu = self._stores.inventory.gpu(device.gpu_uuid)
-            slices = (device.size or 0) / OfferKind(device.kind, device.profile).instances
+            slices = (device.size or 0) / compute_instances(device.profile)
             slices = slices or (1 if gpu is None else gpu.memory_slices) / device.shares
             if device.gib and gpu is not None:
                 slices *= device.gib * GIB / gpu.memory_bytes
@@ -223,7 +223,7 @@ class UsageSampler:
             if reading is None:
                 devices[key] = replace(usage, reading=None)
                 continue
-            if usage.device.kind in {DeviceKind.SHARE, *OF_SEVERAL}:
+            if usage.device.kind in WITHOUT_OWN_ACTIVITY:
                 gib = usage.record.shared_gib(uuid)
                 reading = reading_of_share(reading, usage.labels, self._claims.pod_of_process, gib)
             devices[key] = usage.measured(reading, now)
