@@ -70,6 +70,7 @@ class RunningPods:
         self._allocatable = {node.metadata.name: node.status.allocatable for node in nodes}
         self._gangs: dict[tuple[str, str], list[Pod]] = {}
         self._on_nodes: dict[str, list[Pod]] = {}
+        self._amounts: dict[tuple[Key, str], Fraction] = {}
         for pod in self.pods.values():
             self._on_nodes.setdefault(pod.spec.node_name, []).append(pod)
             if (gang := _gang_of(pod)) is not None:
@@ -103,13 +104,20 @@ class RunningPods:
 
     def lacking(self, node: str, spec: PodSpec, names: Iterable[str], gone: Collection[str]) -> str | None:
         """Which of these resources the node has too little of for such a pod, without the pods ``gone``; or None."""
-        staying = [pod.spec for pod in self._on_nodes.get(node, ()) if str(pod.metadata.key) not in gone]
+        staying = [pod for pod in self._on_nodes.get(node, ()) if str(pod.metadata.key) not in gone]
         allocatable = self._allocatable.get(node, {})
         for name in (PODS, *names):
             has = total([RequestedAmount(allocatable.get(name, "0"))])
-            if sum((_amount(name, other) for other in staying), _amount(name, spec)) > has:
+            if sum((self._amount(name, pod) for pod in staying), _amount(name, spec)) > has:
                 return name
         return None
+
+    def _amount(self, resource: str, pod: Pod) -> Fraction:
+        """Remembered: a search asks again for each set of pods."""
+        key = (pod.metadata.key, resource)
+        if key not in self._amounts:
+            self._amounts[key] = _amount(resource, pod.spec)
+        return self._amounts[key]
 
 
 class PreemptionSearch:
@@ -150,7 +158,7 @@ class PreemptionSearch:
             return f"it is one of {len(gang.pods)} waiting pods of a gang: room for one of them serves none"
         nodes = queue.nodes_for(pod)
         if any(queue.feasibility.may_fit(needed, nodes) for needed in self._alternatives):
-            return "devices for it are free: nobody has to end for it"
+            return "devices for it are free, so no eviction is needed"
         return None
 
     def best(self) -> Preemption | None:
@@ -202,7 +210,7 @@ class PreemptionSearch:
         return self._running.lacking(node, self._pod.spec, self._resources, ended)
 
     def _units(self, node: str) -> Iterator[VictimUnit]:
-        """What can be evicted there, each unit with all pods and claims that go with it, wherever they are."""
+        """The units of pods that can be evicted on ``node``; a unit may have pods and claims on other nodes, too."""
         remaining = {claim for (where, _), claims in self._queue.holders.items() if where == node for claim in claims}
         while remaining:
             claims, pods = self._running.together(min(remaining))
@@ -223,7 +231,7 @@ class PreemptionSearch:
             if claim is not None and len(list(self._running.consumers(name))) < len(claim.status.reserved_for):
                 return f"claim {name} is reserved for something that is no running pod"
         if not pods:
-            return "no pod uses it: its claim holds the devices until somebody deletes it"
+            return "no pod uses it: its claim holds the devices until it is deleted"
         return next(filter(None, map(self._why_pod_spared, pods)), None)
 
     def _why_pod_spared(self, pod: Pod) -> str | None:
@@ -248,7 +256,6 @@ class PreemptionSearch:
         every = list(chain.from_iterable(parts.values()))
         cost = EvictionCost(
             priority=max(pod.spec.priority for pod in pods),
-            busy=len(pods),
             pods=len(pods),
             gpu_hours=round(sum(part.part * hours[claim] for claim, of in parts.items() for part in of), 3),
             slices=sum(part.slices for part in every),

@@ -77,7 +77,7 @@ def pods(cluster: Cluster, app: str) -> list[dict[str, Any]]:
 
 def is_refused(cluster: Cluster) -> bool:
     conditions = cluster.api.get(f"{CORE}/pods/train")["status"].get("conditions", [])
-    return any(each["reason"] == "Unschedulable" for each in conditions)
+    return any(condition["reason"] == "Unschedulable" for condition in conditions)
 
 
 def preempt(cluster: Cluster, folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -92,9 +92,9 @@ def test_the_pod_is_bound_after_the_victims_that_are_named_have_ended(waiting: C
     [notebook] = pods(waiting, "notebook")
     name = notebook["metadata"]["name"]
     wait_for(lambda: preempt(waiting, tmp_path)[0] == 0, SOON_S, "victims are found")
-    found = preempt(waiting, tmp_path)[1]
-    assert (found["node"], found["isCheapest"]) == ("one", True)
-    assert [victim["pods"] for victim in found["victims"]] == [[f"default/{name}"]]
+    preview = preempt(waiting, tmp_path)[1]
+    assert (preview["node"], preview["isCheapest"]) == ("one", True)
+    assert [victim["pods"] for victim in preview["victims"]] == [[f"default/{name}"]]
     budget = {
         "metadata": {"name": "always-one"},
         "spec": {"minAvailable": 1, "selector": {"matchLabels": {"app": "notebook"}}},

@@ -35,7 +35,7 @@ MAX_ROUNDS = 32
 
 @dataclass(frozen=True)
 class Preview:
-    """What the command found for ``pod``. ``obstacle``: why nobody would be evicted for it at all."""
+    """What the command found for ``pod``. ``obstacle``: why no pod would be evicted for it."""
 
     pod: Pod
     obstacle: str | None
@@ -190,7 +190,7 @@ def _as_text(preview: Preview) -> str:
     pod, preemption = preview.pod, preview.preemption
     parts = [f"pod {printable(str(pod.metadata.key))} waits for devices with priority {pod.spec.priority}"]
     if preview.obstacle is not None:
-        return "\n".join([*parts, f"nobody would be evicted for it: {preview.obstacle}"])
+        return "\n".join([*parts, f"no pod would be evicted for it: {preview.obstacle}"])
     if preemption is None:
         parts.append("no set of pods that may be evicted makes room for it")
     else:
@@ -199,7 +199,7 @@ def _as_text(preview: Preview) -> str:
         fields = ", ".join(preview.unexamined)
         parts.append(f"not examined: {fields} of the pod, which may keep it from the node all the same")
     for node, resource in sorted(preview.search.short_of.items()):
-        parts.append(f"node {node} has too little {resource} for it, whoever is evicted")
+        parts.append(f"node {node} has too little {resource} for it, whichever pods are evicted")
     if preview.search.spared:
         rows = [[node, _names(pods), printable(why)] for node, pods, why in preview.search.spared]
         parts += ["", columns(["NODE", "SPARED", "WHY"], rows)]

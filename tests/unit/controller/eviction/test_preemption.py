@@ -88,7 +88,7 @@ def test_the_pod_of_the_lowest_priority_ends_and_the_second_best_is_told() -> No
     assert names(preemption) == ["p1"]
     assert preemption is not None
     assert preemption.victims.is_cheapest
-    assert preemption.second == ("a", EvictionCost(3, 1, 1, 0.0, 8.0))
+    assert preemption.second == ("a", EvictionCost(3, 1, 0.0, 8.0))
 
 
 def test_of_equal_priorities_the_fewest_pods_end() -> None:
