@@ -80,10 +80,10 @@ def nodes(cluster: Cluster) -> Iterator[Nodes]:
         stack.callback(stop, [served], STOP_GRACE_S)
         wait_for((mps / SOCKET).exists, READY_S, "the process of the MPS daemons")
         parent = stack.enter_context(zygote(cluster, mps))
-        found = [KillNode(cluster, parent, f"kill-{number}", root, mps) for number in range(NODES)]
-        for node in found:
+        nodes = [KillNode(cluster, parent, f"kill-{number}", root, mps) for number in range(NODES)]
+        for node in nodes:
             stack.callback(node.close)
-        yield Nodes(found)
+        yield Nodes(nodes)
 
 
 def killed(nodes: Nodes, cases: Iterable[Case]) -> None:

@@ -337,10 +337,10 @@ def test_a_claim_that_says_it_is_of_one_pod_is_believed_for_ten_minutes_only(nod
 
 def owned(node: NodeUnderTest, claim: ClaimReference) -> None:
     """Write a pod as the controller of the claim."""
-    known = node.api.claims[claim.namespace, claim.name]
+    stored = node.api.claims[claim.namespace, claim.name]
     owner = OwnerReference("Pod", "pod", controller=True, uid=POD)
-    metadata = msgspec.structs.replace(known.metadata, owner_references=(owner,))
-    node.api.claims[claim.namespace, claim.name] = msgspec.structs.replace(known, metadata=metadata)
+    metadata = msgspec.structs.replace(stored.metadata, owner_references=(owner,))
+    node.api.claims[claim.namespace, claim.name] = msgspec.structs.replace(stored, metadata=metadata)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def published(device: Device) -> CelDevice:
 SHARED = SharedMemory(SharingStrategy.TIME_SLICING, 20 * GIB)
 PROFILES = SharedProfiles.parse("1c.3g.40gb,2c.4g.40gb,1c.2g.12gb")
 GPUS = [gpu for name in PRODUCTS for gpu in (gpu_of(name), PROFILES.applied_to(gpu_of(name), {}))]
-EVERY = [each for gpu in GPUS for each in devices_of(gpu, 0, shares=2, shared=SHARED)]
+EVERY = [device for gpu in GPUS for device in devices_of(gpu, 0, shares=2, shared=SHARED)]
 DEVICES = [
     (each.kind, published(each))
     for each in {(each.gpu.product_name, each.kind, each.profile): each for each in EVERY}.values()
