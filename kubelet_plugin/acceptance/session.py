@@ -35,10 +35,9 @@ from kubelet_plugin.acceptance.steps import (
     KILLED_PLUGIN,
     READING_STEPS,
     Step,
-    StepSkipped,
-    TestedGpu,
     killed_plugin,
 )
+from kubelet_plugin.acceptance.tested_gpu import StepSkipped, TestedGpu
 from kubelet_plugin.claims.rehearsals import Rehearsals
 from kubelet_plugin.health.device_health import HealthMonitor
 

@@ -9,109 +9,28 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 
 from driver.errors import HardwareError, RecoverableError
 from driver.hardware.events import EVENT_KINDS
 from driver.hardware.gpu_properties import MIB
 from driver.hardware.nvml_errors import ABSENT
 from driver.hardware.usage import SHORTEST_WINDOW_SECONDS
-from driver.model.device import Device
-from driver.model.gpu import Gpu, MigMode, Partition
+from driver.model.gpu import MigMode
 from driver.model.gpu_events_and_conditions import EventKind
 from driver.model.gpu_settings import TimeSlice
 from driver.model.offer import DeviceKind
 from driver.model.shared_memory import GIB
 from driver.model.usage import UsageTarget
-from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
-from kubelet_plugin.checkpoint.records import ClaimRecord
-from kubelet_plugin.claims.rehearsals import Rehearsals
-from kubelet_plugin.inventory.inventory import ClaimReference
+from kubelet_plugin.acceptance.mps_step import shared_by_mps
+from kubelet_plugin.acceptance.tested_gpu import StepSkipped, TestedGpu
 
 LISTED_FAILURES = 3
 """Most failures of one step that its message describes; the others are counted."""
 
-
 TRIED_LIMIT = GIB
 """Bytes: claims have whole GiB, too."""
-
-
-class StepSkipped(Exception):
-    """Why a step does not apply."""
-
-
-@dataclass
-class TestedGpu:
-    """One GPU in a test. ``is_ended``: nobody waits for the result any more.
-
-    ``other_memory`` receives the measured memory of partitions that differs from their profile's: in MiB.
-    """
-
-    gpu: Gpu
-    rehearsals: Rehearsals
-    is_ended: Callable[[], bool]
-    other_memory: list[tuple[Device, int]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.host, self.inventory = self.rehearsals.partitions.host, self.rehearsals.stores.inventory
-        self.usage = self.host.usage_reader()
-        self.reference = ClaimReference("", f"the acceptance test of {self.name}", f"acceptance-{self.gpu.uuid}")
-
-    @property
-    def name(self) -> str:
-        return f"gpu-{self.inventory.number(self.gpu)}"
-
-    @property
-    def has_leftovers(self) -> bool:
-        """Whether something of the test could not be removed. The test must end then: ClaimReconciler removes it, and
-        needs the GPU's lock."""
-        return self.rehearsals.stores.checkpoint.get(self.reference.uid) is not None
-
-    @property
-    def partitions(self) -> Sequence[Device]:
-        """The partitions that the GPU can have, whatever its MIG mode."""
-        return [device for device in self.inventory.devices_on(self.gpu) if device.profile is not None]
-
-    def other_memory_of(self, profile_id: int) -> dict[int, int]:
-        """``other_memory`` of one profile, by start."""
-        return {
-            device.placement.start: mib
-            for device, mib in self.other_memory
-            if device.placement and device.profile and device.profile.id == profile_id
-        }
-
-    @contextmanager
-    def recorded(self, device: Device, time_slice: TimeSlice | None = None) -> Iterator[ClaimRecord]:
-        """Record ``device`` for the block, as ``Rehearsals.recorded`` does, with the lock of the record."""
-        with (
-            self.rehearsals.stores.locks.hold([claim_key(self.reference.uid)], self.reference.name),
-            self.rehearsals.recorded(self.reference, device, time_slice) as record,
-        ):
-            yield record
-
-    def cut_and_measure(self, device: Device) -> tuple[float, float]:
-        """Cut ``device``, check it, and remove it again. Return the seconds of both changes."""
-        started = time.perf_counter()
-        with self.recorded(device) as record:
-            partition = self.rehearsals.partitions.make(device, record.devices[0])
-            cut = time.perf_counter() - started
-            self._check(device, partition)
-            started = time.perf_counter()
-        return cut, time.perf_counter() - started
-
-    def _check(self, device: Device, partition: Partition | None) -> None:
-        if partition is None or not partition.complete or device.profile is None or device.placement is None:
-            raise HardwareError(f"{device.name}: NVML created no complete partition")
-        self.rehearsals.partitions.nodes(self.gpu, partition)
-        target = UsageTarget(self.gpu.uuid, partition.gpu_instance_id, partition.uuid)
-        try:
-            total = self.usage.read(target).memory_total
-        finally:
-            self.usage.keep(())
-        if total is not None and total // MIB != device.profile.memory_bytes // MIB:
-            self.other_memory.append((device, total // MIB))
 
 
 def functions_of_nvml(tested: TestedGpu) -> str:
@@ -206,7 +125,7 @@ def time_slice(tested: TestedGpu) -> str:
         raise StepSkipped("MIG mode is on")
     full = next(device for device in tested.inventory.devices_on(gpu) if device.kind is DeviceKind.FULL)
     try:
-        with tested.recorded(full, TimeSlice.SHORT):
+        with tested.recorded(full, time_slice=TimeSlice.SHORT):
             tested.host.set_time_slice(gpu, TimeSlice.SHORT)
     except HardwareError as error:
         if error.code in ABSENT:
@@ -300,6 +219,7 @@ CHANGING_STEPS: Mapping[str, Step] = {
     "mig-mode": switched_mig_mode,
     "time-slice": time_slice,
     "memory-limit": memory_limit,
+    "mps": shared_by_mps,
     "every-partition": every_partition,
 }
 """Steps that change the GPU, which must be idle."""

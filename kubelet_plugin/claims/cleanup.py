@@ -33,7 +33,7 @@ class ClaimCleanup:
 
     _stores: ClaimStores
     _partitions: Partitions
-    _settings: GpuSettingsOfClaims
+    settings: GpuSettingsOfClaims
     _changes: ChangeNotifier
     _step: StepRunner
 
@@ -178,7 +178,7 @@ class ClaimCleanup:
     def _undo(self, record: ClaimRecord) -> None:
         work = [partial(self._remove_spec, record)]
         gpus = sorted(record.gpu_uuids)
-        work += [partial(self._restore, release, record, uuid) for uuid in gpus for release in self._settings.releases]
+        work += [partial(self._restore, release, record, uuid) for uuid in gpus for release in self.settings.releases]
         work += [partial(self._remove_partition, record, device) for device in record.devices]
         failures: list[RecoverableError] = []
         for undo in work:

@@ -96,6 +96,10 @@ class MpsShares:
             with self._step(NodeStep.LIFT_MEMORY_LIMIT, gpu=gpu.uuid, claim=record):
                 self._modes.restore(gpu, mode)
 
+    def daemon(self, gpu: Gpu) -> DaemonState:
+        """What runs for ``gpu``. Raises MpsError."""
+        return next(iter(self._client.daemons(gpu.uuid)), DaemonState(gpu.uuid))
+
     def may_have_daemon(self, gpu: Gpu) -> bool:
         """Whether ``check`` has anything to do, without a request."""
         return self._client.has_directory(gpu.uuid) or bool(self._users(gpu))
@@ -111,7 +115,7 @@ class MpsShares:
         if not users:
             self._end(gpu, restore_kept_mode=True)
             return ""
-        now = next(iter(self._client.daemons(gpu.uuid)), DaemonState(gpu.uuid))
+        now = self.daemon(gpu)
         lost = lost_gpus([self._seen.get(gpu.uuid, now)], [now]).get(gpu.uuid, "")
         self._seen[gpu.uuid] = now
         admitted = {namespace_of(part.share_id) for record in users for part in parts_by_mps(gpu, record)}

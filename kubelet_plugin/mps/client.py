@@ -73,6 +73,11 @@ def largest(shares: Iterable[MpsShare]) -> MpsShare:
     return MpsShare(max(share.memory for share in listed), max(threads) if len(threads) == len(listed) else None)
 
 
+def cuda_library(driver_root: Path) -> str:
+    """libcuda.so.1 below the driver root, which the dynamic linker does not search; "": it is not there."""
+    return next((str(driver_root / path) for _, path in find_libraries(driver_root, [CUDA])), "")
+
+
 def lost_gpus(before: Sequence[DaemonState], now: Sequence[DaemonState]) -> dict[str, str]:
     """The GPUs whose clients have failed between two calls of ``daemons``, and why.
 
@@ -130,7 +135,7 @@ class MpsClient:
             "start",
             gpu=gpu,
             program=str(self._driver_root / program),
-            library=self._library(),
+            library=cuda_library(self._driver_root) if self._needs_library else "",
             protocol=protocol,
             uid=uid,
             mode=mode,
@@ -174,13 +179,6 @@ class MpsClient:
 
     def _limit(self, gpu: str, share: MpsShare, namespace: str) -> None:
         self._ask("limit", gpu=gpu, namespace=namespace, memory=share.mebibytes, threads=share.threads)
-
-    def _library(self) -> str:
-        """libcuda.so.1 below the driver root, which the dynamic linker does not search."""
-        if not self._needs_library:
-            return ""
-        paths = (str(self._driver_root / path) for _, path in find_libraries(self._driver_root, [CUDA]))
-        return next(paths, "")
 
     def _ask(self, name: str, **fields: object) -> dict[str, Any]:
         request = json.dumps({"version": VERSION, "request": name, **fields}).encode() + b"\n"

@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 
 from driver.model.gpu import Gpu
+from driver.model.gpu_settings import UNSHARED, GpuSharing
 from driver.simulator.description import NodeDescription
 from driver.step_observer import unobserved
 from kubelet_plugin.acceptance.protocol import AcceptanceRequest, AcceptanceStep, StepState
@@ -48,11 +49,14 @@ class AcceptanceNode:
     root: Path
     gpus: str | NodeDescription = "dgx-h100"
     observer: Observer = unobserved
+    sharing: GpuSharing = UNSHARED
     use: KnownUse = field(default_factory=KnownUse)
     ended: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self.health = HealthUnderTest(start_node(self.root, observer=self.observer, gpus=self.gpus))
+        self.health = HealthUnderTest(
+            start_node(self.root, observer=self.observer, gpus=self.gpus, sharing=self.sharing)
+        )
         self.node = self.health.node
         rehearsals = Rehearsals(self.node.node, self.node.partitions_of_claims, self.node.cleanup)
         self.test = AcceptanceTest(rehearsals, self.health.health, self.use, settling_seconds=0.0)

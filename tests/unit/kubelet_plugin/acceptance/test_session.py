@@ -36,6 +36,7 @@ def h100(tmp_path: Path) -> AcceptanceNode:
 def test_an_idle_gpu_passes_every_step_and_is_as_it_was_afterwards(h100: AcceptanceNode) -> None:
     steps = h100.steps("gpu-2")
     assert steps.pop("memory-limit").state is SKIPPED, "driver 580 has no limits"
+    assert "does not share this GPU by MPS" in steps.pop("mps").detail
     assert {step.state for step in steps.values()} == {PASSED}, steps
     assert {step.gpu for step in steps.values()} == {"gpu-2"}
     assert steps.keys() == READING | {"idle", "mig-mode", "time-slice", "every-partition"}
@@ -81,7 +82,7 @@ def test_a_limit_that_nvml_refuses_fails_its_step_and_leaves_no_cgroup(tmp_path:
 def test_what_a_product_cannot_do_is_skipped_with_the_reason(tmp_path: Path, gpus: str, skipped: set[str]) -> None:
     node = AcceptanceNode(tmp_path, gpus)
     steps = node.steps()
-    assert {name for name, step in steps.items() if step.state is SKIPPED} == skipped | {"memory-limit"}
+    assert {name for name, step in steps.items() if step.state is SKIPPED} == skipped | {"memory-limit", "mps"}
     assert all(step.detail for step in steps.values())
     assert {step.state for step in steps.values()} <= {PASSED, SKIPPED}
     assert node.node.nothing_left()
