@@ -34,11 +34,10 @@ PODS = "pods"
 
 
 class Preemption(NamedTuple):
-    """``victims`` on ``node``; ``second``: node and cost of the cheapest other set that was found, if there is one."""
+    """``victims`` on ``node``."""
 
     node: str
     victims: VictimSet
-    second: tuple[str, EvictionCost] | None
 
 
 class SparedPods(NamedTuple):
@@ -143,6 +142,9 @@ class PreemptionSearch:
                 for claim in claims:
                     self._parts.setdefault(claim, []).append(part)
         self._alternatives, self._tries = list(queue.combinations(pod)), Tries()
+        self._units_of: dict[str, list[VictimUnit]] = {}
+        self._best_of: dict[str, VictimSet] = {}
+        """Of the last search, by node."""
 
     def obstacle(self) -> str | None:
         """Why no pod is evicted for this one, whatever the policies say; None: nothing prevents it."""
@@ -164,17 +166,29 @@ class PreemptionSearch:
     def best(self) -> Preemption | None:
         """The cheapest victims on any node; None: no set of pods that may be evicted makes room."""
         self.spared, self.short_of, self._tries = [], {}, Tries()
-        units = {node: list(self._units(node)) for node in self._candidates()}
-        by_node = {node: victims for node in units if (victims := self._cheapest(node, units[node])) is not None}
-        if not by_node:
+        self._units_of = {node: list(self._units(node)) for node in self._candidates()}
+        self._best_of = {
+            node: victims
+            for node, units in self._units_of.items()
+            if (victims := self._cheapest(node, units)) is not None
+        }
+        if not self._best_of:
             return None
-        node = min(by_node, key=lambda name: (by_node[name].cost, name))
-        others = [(victims.cost, name) for name, victims in by_node.items() if name != node]
-        for unit in by_node[node].units:
-            without = self._cheapest(node, [other for other in units[node] if other is not unit])
+        node = min(self._best_of, key=lambda name: (self._best_of[name].cost, name))
+        return Preemption(node, self._best_of[node])
+
+    def second(self, best: Preemption) -> tuple[str, EvictionCost] | None:
+        """Node and cost of the cheapest set that is found beside ``best``, the last one's result; None: there is none.
+
+        On its node that is a set without one of its units.
+        """
+        node, units = best.node, self._units_of[best.node]
+        others = [(victims.cost, name) for name, victims in self._best_of.items() if name != node]
+        for unit in best.victims.units:
+            without = self._cheapest(node, [other for other in units if other is not unit])
             others += [(without.cost, node)] if without is not None else []
         second = min(others, default=None)
-        return Preemption(node, by_node[node], None if second is None else (second[1], second[0]))
+        return None if second is None else (second[1], second[0])
 
     def _candidates(self) -> list[str]:
         """The nodes where the pod could run if nothing were held."""

@@ -84,11 +84,12 @@ def full_node(*priorities: int) -> Contest:
 
 
 def test_the_pod_of_the_lowest_priority_ends_and_the_second_best_is_told() -> None:
-    preemption = full_node(5, 1, 3).search().best()
+    search = full_node(5, 1, 3).search()
+    preemption = search.best()
     assert names(preemption) == ["p1"]
     assert preemption is not None
     assert preemption.victims.is_cheapest
-    assert preemption.second == ("a", EvictionCost(3, 1, 0.0, 8.0))
+    assert search.second(preemption) == ("a", EvictionCost(3, 1, 0.0, 8.0))
 
 
 def test_of_equal_priorities_the_fewest_pods_end() -> None:

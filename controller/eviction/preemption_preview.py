@@ -1,0 +1,93 @@
+"""What would be evicted for a waiting pod: the search of ``preemption``, and what protects the pods that it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from controller.demand.pending_claims import Queue
+from controller.eviction.evictor import Evictor
+from controller.eviction.gpu_policy import GpuPolicies
+from controller.eviction.preemption import Preemption, PreemptionSearch, RunningPods
+from driver.errors import ApiError
+from driver.kube.client import KubeClient
+from driver.kube.get_and_list import list_claims, read_all
+from driver.kube.types import Key, Node, Pod
+
+BOUND = {"fieldSelector": "spec.nodeName!=,status.phase!=Succeeded,status.phase!=Failed"}
+
+MAX_ROUNDS = 32
+"""Searches after each of which pods are left out that the API server or a limit of the controller protects."""
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What was found for ``pod``. ``obstacle``: why no pod would be evicted for it.
+
+    ``unexamined``: fields of the pod that may keep it from the node, and that the search does not look at.
+    """
+
+    pod: Pod
+    obstacle: str | None
+    preemption: Preemption | None
+    search: PreemptionSearch
+    unexamined: Sequence[str]
+
+
+def read_running(client: KubeClient) -> RunningPods:
+    """What runs on the nodes now. Raises ApiError."""
+    nodes = read_all(client, "/api/v1/nodes", Node)
+    return RunningPods(read_all(client, "/api/v1/pods", Pod, BOUND), list_claims(client), nodes)
+
+
+def preview_of(
+    client: KubeClient, queue: Queue, pod: Pod, running: RunningPods, policies: GpuPolicies, evictor: Evictor
+) -> Preview:
+    """Whom ``evictor`` would evict for ``pod`` of ``queue``. Nobody is evicted. Raises ApiError."""
+    search = PreemptionSearch(queue, pod, running, policies, client.clock)
+    namespace, name = pod.metadata.key
+    unexamined = list(_unexamined(client.find(f"/api/v1/namespaces/{namespace}/pods/{name}") or {}))
+    obstacle = search.obstacle()
+    if obstacle is not None:
+        return Preview(pod, obstacle, None, search, unexamined)
+    for _ in range(MAX_ROUNDS):
+        preemption = search.best()
+        if preemption is None or not _spare_protected(search, evictor, preemption, running):
+            return Preview(pod, None, preemption, search, unexamined)
+    return Preview(pod, None, None, search, unexamined)
+
+
+def _spare_protected(search: PreemptionSearch, evictor: Evictor, preemption: Preemption, running: RunningPods) -> bool:
+    """Leave out units that are protected now, such as by a PodDisruptionBudget. Returns whether there were any."""
+    before = len(search.protected)
+    for unit in preemption.victims.units:
+        for pods in _by_namespace(running.pods[Key(*name.split("/"))] for name in unit.pods):
+            try:
+                protection = evictor.protection(pods)
+            except ApiError as error:
+                search.protected[unit.pods] = f"what protects it can't be read: {error}"
+                continue
+            if protection is not None:
+                search.protected[unit.pods] = protection.reason
+    return len(search.protected) > before
+
+
+def _by_namespace(pods: Iterable[Pod]) -> Iterator[list[Pod]]:
+    for _, of_namespace in groupby(pods, key=lambda pod: pod.metadata.namespace):
+        yield list(of_namespace)
+
+
+def _unexamined(pod: Mapping[str, Any]) -> Iterator[str]:
+    spec = pod.get("spec") or {}
+    affinity = spec.get("affinity") or {}
+    containers = [*(spec.get("containers") or ()), *(spec.get("initContainers") or ())]
+    present = {
+        "affinity.podAffinity": affinity.get("podAffinity"),
+        "affinity.podAntiAffinity": affinity.get("podAntiAffinity"),
+        "topologySpreadConstraints": spec.get("topologySpreadConstraints"),
+        "persistentVolumeClaim": [volume for volume in spec.get("volumes") or () if "persistentVolumeClaim" in volume],
+        "hostPort": [port for container in containers for port in container.get("ports") or () if port.get("hostPort")],
+    }
+    yield from (field for field, value in present.items() if value)
