@@ -21,9 +21,11 @@ from controller.decision.explain import ExplainStage
 from controller.decision.read import ReadStage
 from controller.decision.withdraw_and_admit import AdmitStage, WithdrawStage
 from controller.decision.write_and_evict import WriteStage
+from controller.demand.pending_claims import Queue
 from controller.eviction.evictor import Evictor
 from controller.eviction.failed_starts import FailedStarts
 from controller.eviction.overlapping_allocations import OverlapEvictor
+from controller.eviction.preemption_dry_runs import PreemptionDryRuns
 from controller.eviction.recent_evictions import RecentEvictions
 from controller.explain.events import COMPONENT
 from controller.fence.fence import Fence, FenceSettings
@@ -86,6 +88,7 @@ class Controller:
         failed_starts = FailedStarts(client, evictor, settings.driver_name, settings.evict_failed_starts_s)
         self._write = WriteStage(client, settings, self._cache, overlaps, failed_starts, observer)
         self._rollout = ConfigRollout(client, settings.namespace, self._decided_from)
+        self._preemption = PreemptionDryRuns(client, settings.namespace, self._queue, self._recorder, metrics)
         self._explain = ExplainStage(client, settings, self._cache, self._fence, self._recorder, metrics)
         self._timed = (self._choose, self._admit, self._write, self._explain.finder)
         """The parts whose result may change by time alone."""
@@ -108,22 +111,28 @@ class Controller:
         """Lead until ``stop`` is set."""
         withdrawals, labels, rollout = self._withdraw.withdrawals.loop, self._write.labels.loop, self._rollout.loop
         recorder = self._recorder
-        for run in (withdrawals.run, labels.run, rollout.run, recorder.run):
+        preemption = self._preemption.loop
+        for run in (withdrawals.run, labels.run, rollout.run, preemption.run, recorder.run):
             threading.Thread(target=run, args=(stop,), daemon=True, name="leader-background").start()
 
         def end() -> None:
             stop.wait()
             self._fence.end()  # another controller leads by now: change nothing any more
-            for wake in (withdrawals.notify, labels.notify, rollout.notify, recorder.wake, self._loop.notify):
+            loops = (withdrawals, labels, rollout, preemption, self._loop)
+            for wake in (*(loop.notify for loop in loops), recorder.wake):
                 wake()
 
         threading.Thread(target=end, daemon=True, name="end-of-term").start()
         rollout.notify()
+        preemption.notify()
         self._read.start(stop)
         self._loop.run(stop)
 
     def _decided_from(self) -> Snapshot | None:
         return None if self.last_decision is None else self.last_decision.snapshot
+
+    def _queue(self) -> Queue | None:
+        return None if self.last_decision is None else self.last_decision.queue
 
     def failure(self) -> str | None:
         """Why nodes must not rely on their plans: the caches are out of date, or no decisions are made."""

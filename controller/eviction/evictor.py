@@ -36,6 +36,7 @@ class Trigger(StrEnum):
 
     OVERLAP = "overlap"
     FAILED_START = "failed-start"
+    PREEMPTION = "preemption"
 
 
 class Outcome(StrEnum):
@@ -44,6 +45,7 @@ class Outcome(StrEnum):
     EVICTED = "evicted"
     PROTECTED = "protected"
     REFUSED = "refused"
+    DRY_RUN = "dry-run"
 
 
 class ProtectionRule(StrEnum):

@@ -6,13 +6,18 @@ evicted for another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Literal
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 from driver.errors import invalid_fields
+from driver.kube.client import KubeClient
+from driver.kube.get_and_list import read_all
+from driver.model.plan import API_VERSION
+
+PATH = f"/apis/{API_VERSION}/gpupolicies"
 
 Names = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=253)], ...], Field(max_length=1000)]
 
@@ -36,10 +41,11 @@ class PreemptionRules(_PolicyPart):
 class PolicySpec(_PolicyPart):
     """``priority``: of several policies that match a pod the highest counts, then the first by name.
 
-    ``namespaces``, ``device_classes``: those of the pods that it matches; empty: all.
+    ``mode``: nobody is evicted yet. ``namespaces``, ``device_classes``: those of the pods that it matches; empty: all.
     """
 
     priority: Annotated[int, Field(strict=True)] = 0
+    mode: Literal["DryRun"] = "DryRun"
     namespaces: Names = ()
     device_classes: Names = ()
     preemption: PreemptionRules = PreemptionRules()
@@ -54,6 +60,7 @@ class PolicyMetadata(BaseModel):
     """What else a manifest has there does not matter."""
 
     name: Annotated[str, Field(min_length=1, max_length=253)]
+    uid: str = ""
 
 
 class GpuPolicy(_PolicyPart):
@@ -98,3 +105,9 @@ def parse_policy(content: object, place: str) -> GpuPolicy:
         return GpuPolicy.model_validate(content)
     except ValidationError as error:
         raise invalid_fields(place, error) from error
+
+
+def read_policies(client: KubeClient) -> Iterator[dict[str, Any]]:
+    """The manifests of all policies of the cluster. Raises ApiError, with status 404 if it knows no such objects."""
+    for item in read_all(client, PATH, dict):
+        yield {"apiVersion": API_VERSION, "kind": "GpuPolicy", **item}

@@ -86,6 +86,11 @@ class RunningPods:
             if pod is not None and pod.metadata.uid == consumer.uid:
                 yield pod
 
+    def classes(self, pod: Pod) -> frozenset[str]:
+        """The DeviceClasses of a pod's claims."""
+        claims = (self.claim(str(key)) for key in pod.claims)
+        return frozenset(name for claim in claims if claim is not None for name in claim.class_names)
+
     def together(self, claim: str) -> tuple[frozenset[str], list[Pod]]:
         """The claims and pods that can only go together: those of a pod, the pods of a claim, those of a gang."""
         claims, pods, waiting = set[str](), dict[Key, Pod](), [claim]
@@ -257,8 +262,7 @@ class PreemptionSearch:
             return "Kueue admits it, and takes back its quota itself"
         if pod.spec.priority >= self._pod.spec.priority:
             return f"its priority {pod.spec.priority} is not below {self._pod.spec.priority}"
-        claims = (self._running.claim(str(key)) for key in pod.claims)
-        classes = frozenset(name for claim in claims if claim is not None for name in claim.class_names)
+        classes = self._running.classes(pod)
         return self._policies.refusal(pod.metadata.namespace, classes, self._pod.metadata.namespace)
 
     def _unit(self, node: str, names: tuple[str, ...], claims: frozenset[str], pods: Sequence[Pod]) -> VictimUnit:

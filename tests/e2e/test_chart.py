@@ -204,7 +204,8 @@ def test_the_plans_outlive_the_release_and_are_there_when_it_comes_back(release:
     wait_for(lambda: cluster.api.get(PATH), 60, "plans are served")
     cluster.apply(plan)
     release.uninstall()
-    assert release.stored().keys() == {("CustomResourceDefinition", "gpunodeplans.gpu.tessera.dev", None)}
+    kept = ("gpunodeplans.gpu.tessera.dev", "gpupolicies.gpu.tessera.dev")
+    assert release.stored().keys() == {("CustomResourceDefinition", name, None) for name in kept}
     release.install()
     assert release.stored().keys() == {identity(each) for each in release.objects()}
     assert cluster.kubectl("get", "gpunodeplans", "--output=name") == "gpunodeplan.gpu.tessera.dev/n1\n"

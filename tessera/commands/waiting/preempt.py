@@ -11,7 +11,7 @@ import click
 
 from controller.demand.pending_claims import Queue
 from controller.eviction.evictor import Evictor
-from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, parse_policy
+from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, parse_policy, read_policies
 from controller.eviction.preemption import Preemption
 from controller.eviction.preemption_preview import Preview, preview_of, read_running
 from controller.eviction.recent_evictions import RecentEvictions
@@ -19,7 +19,7 @@ from controller.eviction.victim_search import EvictionCost, VictimUnit
 from controller.report.claim_explainer import key_of
 from controller.report.cluster_view import read_cluster
 from deviceclasses.lint.documents import Document, read_documents
-from driver.errors import FatalError, UsageError
+from driver.errors import NOT_FOUND, ApiError, FatalError, UsageError
 from driver.kube.client import KubeClient
 from driver.kube.types import Pod
 from tessera.cluster_options import access_of, with_driver_name, with_kubeconfig
@@ -36,8 +36,7 @@ SecondBest = tuple[str, EvictionCost]
     "--policy",
     "policies",
     multiple=True,
-    required=True,
-    help="File or folder with manifests of GpuPolicy, or - for standard input.",
+    help="File or folder with manifests of GpuPolicy, or - for standard input.  [default: those of the cluster]",
 )
 @with_kubeconfig
 @with_driver_name
@@ -53,31 +52,43 @@ def preempt(
 ) -> None:
     """Show which pods would have to end so that a waiting pod of higher priority gets its devices.
 
-    NAME is a claim, or pod/NAME. Nothing is evicted, and nothing is written to the cluster: the command tries what a
-    GpuPolicy would allow. It shows the cheapest set of victims, what the second best would cost, and why other pods are
-    spared. Costs are compared in this order: highest priority of a victim, pods, hours of GPU time that are lost,
-    memory slices that are freed.
+    NAME is a claim, or pod/NAME. Nothing is evicted, and nothing is written to the cluster: the command tries what the
+    GpuPolicies of the cluster, or those of files, would allow. It shows the cheapest set of victims, what the second
+    best would cost, and why other pods are spared. Costs are compared in this order: highest priority of a victim,
+    pods, hours of GPU time that are lost, memory slices that are freed.
 
     Exit code 0: there is such a set; 1: there is none.
 
     \b
     Examples:
+      tessera preempt my-claim -n team-a
       tessera preempt my-claim -n team-a --policy policies.yaml
       tessera preempt pod/my-pod -n team-a --policy policies/ -o json
     """
-    read = GpuPolicies(_policies(policies))
     access = access_of(kubeconfig)
     client = KubeClient(access, "tessera-preempt")
+    allowing = GpuPolicies(_of_files(policies) if policies else _of_cluster(client))
     view = read_cluster(client, driver_name)
     pod = _waiting_pod(view.queue, name, namespace or access.namespace)
     evictor = Evictor(client, None, RecentEvictions(client, ""))
-    preview = preview_of(client, view.queue, pod, read_running(client), read, evictor)
+    preview = preview_of(client, view.queue, pod, read_running(client), allowing, evictor)
     second = None if preview.preemption is None else preview.search.second(preview.preemption)
     show(output, _as_json(preview, second), _as_text(preview, second))
     sys.exit(0 if preview.preemption is not None else 1)
 
 
-def _policies(paths: Sequence[str]) -> Iterator[GpuPolicy]:
+def _of_cluster(client: KubeClient) -> Iterator[GpuPolicy]:
+    try:
+        manifests = list(read_policies(client))
+    except ApiError as error:
+        if error.status == NOT_FOUND:
+            raise FatalError("the cluster knows no GpuPolicy: install the chart's CustomResourceDefinitions") from error
+        raise
+    for manifest in manifests:
+        yield parse_policy(manifest, f"GpuPolicy {manifest['metadata']['name']}")
+
+
+def _of_files(paths: Sequence[str]) -> Iterator[GpuPolicy]:
     for path in paths:
         for document in read_documents(path):
             if not isinstance(document, Document):

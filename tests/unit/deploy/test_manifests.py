@@ -8,11 +8,12 @@ from dataclasses import replace
 from functools import cache
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
+from controller.eviction.gpu_policy import PolicySpec, PreemptionRules
 from deviceclasses.cel.engine import Program, compile_selector, from_slice_device
 from driver.config.opaque_parameters import GpuConfig, MigDeviceConfig, ShareConfig, parse_parameters
 from driver.hardware.gpu_properties import known_memory
@@ -332,10 +333,24 @@ class TestTheDocs:
         assert f"| `{kind.__name__}` |" in DOCS
 
 
+def spec_of(plural: str) -> dict[str, Any]:
+    """The schema of the specs of a kind of ours."""
+    [definition] = [item for item in rendered() if item["metadata"]["name"] == f"{plural}.gpu.tessera.dev"]
+    schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    return dict(schema["properties"]["spec"])
+
+
+def test_the_api_server_takes_the_fields_of_a_policy_that_the_controller_reads() -> None:
+    schema = spec_of("gpupolicies")
+    read = {field.alias or name for name, field in PolicySpec.model_fields.items()}
+    assert schema["properties"].keys() == read
+    rules = {field.alias or name for name, field in PreemptionRules.model_fields.items()}
+    assert schema["properties"]["preemption"]["properties"].keys() == rules
+    assert schema["properties"]["mode"]["enum"] == list(get_args(PolicySpec.model_fields["mode"].annotation))
+
+
 def test_the_api_server_takes_a_plan_with_any_offer() -> None:
-    [crd] = [item for item in rendered() if item["kind"] == "CustomResourceDefinition"]
-    spec = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
-    pattern = re.compile(spec["offers"]["items"]["pattern"])
+    pattern = re.compile(spec_of("gpunodeplans")["properties"]["offers"]["items"]["pattern"])
     gpu = SharedProfiles.parse("1c.3g.40gb").applied_to(gpu_of(), {})
     devices = devices_of(gpu, 0, 4, shared=SharedMemory(SharingStrategy.MPS, 80 << 30))
     assert {device.kind for device in devices} == set(DeviceKind)
