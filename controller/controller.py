@@ -25,7 +25,7 @@ from controller.demand.pending_claims import Queue
 from controller.eviction.evictor import Evictor
 from controller.eviction.failed_starts import FailedStarts
 from controller.eviction.overlapping_allocations import OverlapEvictor
-from controller.eviction.preemption_dry_runs import PreemptionDryRuns
+from controller.eviction.preemptions import Preemptions
 from controller.eviction.recent_evictions import RecentEvictions
 from controller.explain.events import COMPONENT
 from controller.fence.fence import Fence, FenceSettings
@@ -88,7 +88,11 @@ class Controller:
         failed_starts = FailedStarts(client, evictor, settings.driver_name, settings.evict_failed_starts_s)
         self._write = WriteStage(client, settings, self._cache, overlaps, failed_starts, observer)
         self._rollout = ConfigRollout(client, settings.namespace, self._decided_from)
-        self._preemption = PreemptionDryRuns(client, settings.namespace, self._queue, self._recorder, metrics)
+        # It works in a thread of its own, so it has an evictor of its own.
+        preemptor = Evictor(client, self._recorder, RecentEvictions(client, settings.namespace), metrics)
+        self._preemptions = Preemptions(
+            client, self._queue, self.failure, preemptor, self._recorder, self._fence, settings.driver_name
+        )
         self._explain = ExplainStage(client, settings, self._cache, self._fence, self._recorder, metrics)
         self._timed = (self._choose, self._admit, self._write, self._explain.finder)
         """The parts whose result may change by time alone."""
@@ -111,7 +115,7 @@ class Controller:
         """Lead until ``stop`` is set."""
         withdrawals, labels, rollout = self._withdraw.withdrawals.loop, self._write.labels.loop, self._rollout.loop
         recorder = self._recorder
-        preemption = self._preemption.loop
+        preemption = self._preemptions.loop
         for run in (withdrawals.run, labels.run, rollout.run, preemption.run, recorder.run):
             threading.Thread(target=run, args=(stop,), daemon=True, name="leader-background").start()
 

@@ -152,16 +152,21 @@ class DisruptionBudget(msgspec.Struct, frozen=True):
     spec: BudgetSpec = BudgetSpec()
     status: BudgetStatus = BudgetStatus()
 
-    def protects(self, pod: Pod) -> bool:
-        """Whether it forbids to evict ``pod`` (KEP-3017): it must have a healthy pod to spare if ``pod`` is Ready."""
-        if self.spec.selector is None or not self.spec.selector.selects(pod.metadata.labels):
-            return False
-        is_ready = any(condition.type == "Ready" and condition.status == "True" for condition in pod.status.conditions)
-        if not is_ready and self.spec.unhealthy_pod_eviction_policy == "AlwaysAllow":
+    def protects(self, pods: Iterable[Pod]) -> bool:
+        """Whether it forbids to evict all of ``pods`` (KEP-3017): it must have a healthy pod to spare for each that is
+        Ready."""
+        selector = self.spec.selector
+        selected = [pod for pod in pods if selector is not None and selector.selects(pod.metadata.labels)]
+        ready = sum(map(_is_ready, selected))
+        if ready == 0 and self.spec.unhealthy_pod_eviction_policy == "AlwaysAllow":
             return False
         is_counted = self.status.observed_generation >= self.metadata.generation
         spare = self.status.current_healthy - self.status.desired_healthy
-        return not is_counted or spare < (1 if is_ready else 0)
+        return bool(selected) and (not is_counted or spare < ready)
+
+
+def _is_ready(pod: Pod) -> bool:
+    return any(condition.type == "Ready" and condition.status == "True" for condition in pod.status.conditions)
 
 
 JOB = msgspec.json.Decoder(Job)
@@ -215,7 +220,7 @@ class Evictor:
                 return protected
         path = f"/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets"
         budgets = read_all(self._client, path, DisruptionBudget)
-        protecting = sorted(budget.metadata.name for budget in budgets if any(map(budget.protects, pods)))
+        protecting = sorted(budget.metadata.name for budget in budgets if budget.protects(pods))
         reason = f"PodDisruptionBudget {protecting[0]} forbids it" if protecting else ""
         return Protection(ProtectionRule.DISRUPTION_BUDGET, reason) if protecting else None
 
@@ -235,10 +240,10 @@ class Evictor:
         evictable = [pod for pod in pods if self.evict(pod, trigger, is_rehearsal=True)]
         yield from (pod for pod in evictable if self.evict(pod, trigger))
 
-    def evict(self, pod: Pod, trigger: Trigger | None, *, is_rehearsal: bool = False) -> bool:
+    def evict(self, pod: Pod, trigger: Trigger | None, *, is_rehearsal: bool = False, policy: str = "") -> bool:
         """Evict ``pod``, or only ask whether the API server would; False: it is gone. Raises ApiError.
 
-        ``trigger``: None if a person evicts it, which no metric counts.
+        ``trigger``: None if a person evicts it, which no metric counts. ``policy``: the GpuPolicy whose budget it uses.
         """
         metadata = pod.metadata
         about = {"name": metadata.name, "namespace": metadata.namespace}
@@ -247,7 +252,7 @@ class Evictor:
         body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": about, "deleteOptions": options}
         if not is_rehearsal:
             owner = pod.controller
-            self.recent.add(pod, _owner_key(metadata.namespace, owner) if owner is not None else "")
+            self.recent.add(pod, _owner_key(metadata.namespace, owner) if owner is not None else "", policy)
         try:
             self._client.create(f"{_path(metadata.namespace, metadata.name)}/eviction", body)
         except ApiError as error:
@@ -261,6 +266,11 @@ class Evictor:
             return True
         self.count(trigger, Outcome.EVICTED)
         return True
+
+    def has_lost_pods(self, pod: Pod) -> bool:
+        """Whether pods of the owner of ``pod`` were evicted lately."""
+        owner = pod.controller
+        return owner is not None and self.recent.of_owner(_owner_key(pod.metadata.namespace, owner), ()) > 0
 
     def owner_limit(self, owner: OwnerReference, pods: Sequence[Pod]) -> str | None:
         """Why those of ``pods`` that belong to ``owner`` are not evicted at present, or None."""

@@ -38,17 +38,24 @@ class PreemptionRules(_PolicyPart):
     by_namespaces: Names = ()
 
 
+class EvictionBudget(_PolicyPart):
+    """``pods_per_hour``: most pods that are evicted within an hour by the policy. Victims are evicted all or none."""
+
+    pods_per_hour: Annotated[int, Field(strict=True, ge=0, le=10_000)] = 10
+
+
 class PolicySpec(_PolicyPart):
     """``priority``: of several policies that match a pod the highest counts, then the first by name.
 
-    ``mode``: nobody is evicted yet. ``namespaces``, ``device_classes``: those of the pods that it matches; empty: all.
+    ``mode``: DryRun evicts nobody. ``namespaces``, ``device_classes``: those of the pods that it matches; empty: all.
     """
 
     priority: Annotated[int, Field(strict=True)] = 0
-    mode: Literal["DryRun"] = "DryRun"
+    mode: Literal["DryRun", "Active"] = "DryRun"
     namespaces: Names = ()
     device_classes: Names = ()
     preemption: PreemptionRules = PreemptionRules()
+    budget: EvictionBudget = EvictionBudget()
 
     def matches(self, namespace: str, classes: Iterable[str]) -> bool:
         return (not self.namespaces or namespace in self.namespaces) and (

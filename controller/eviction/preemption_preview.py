@@ -11,6 +11,7 @@ from controller.demand.pending_claims import Queue
 from controller.eviction.evictor import Evictor
 from controller.eviction.gpu_policy import GpuPolicies
 from controller.eviction.preemption import Preemption, PreemptionSearch, RunningPods
+from controller.eviction.victim_search import VictimUnit
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.get_and_list import list_claims, read_all
@@ -60,23 +61,30 @@ def preview_of(
 
 
 def _spare_protected(search: PreemptionSearch, evictor: Evictor, preemption: Preemption, running: RunningPods) -> bool:
-    """Leave out units that are protected now, such as by a PodDisruptionBudget. Returns whether there were any."""
-    before = len(search.protected)
-    for unit in preemption.victims.units:
-        for pods in _by_namespace(running.pods[Key(*name.split("/"))] for name in unit.pods):
-            try:
-                protection = evictor.protection(pods)
-            except ApiError as error:
-                search.protected[unit.pods] = f"what protects it can't be read: {error}"
-                continue
-            if protection is not None:
-                search.protected[unit.pods] = protection.reason
-    return len(search.protected) > before
+    """Leave out units that are protected now, such as by a PodDisruptionBudget. Returns whether there were any.
+
+    If only all units together are protected, the one that costs most is left out.
+    """
+    units = sorted(preemption.victims.units, key=lambda unit: unit.cost)
+    protected = {unit: why for unit in units if (why := _protection([unit], evictor, running)) is not None}
+    if not protected and (why := _protection(units, evictor, running)) is not None:
+        protected = {units[-1]: f"{why} together with others"}
+    search.protected |= {unit.pods: why for unit, why in protected.items()}
+    return bool(protected)
 
 
-def _by_namespace(pods: Iterable[Pod]) -> Iterator[list[Pod]]:
+def _protection(units: Iterable[VictimUnit], evictor: Evictor, running: RunningPods) -> str | None:
+    """Why the pods of ``units`` must not be evicted together, or None."""
+    pods = [running.pods[Key(*name.split("/"))] for unit in units for name in unit.pods]
+    pods.sort(key=lambda pod: pod.metadata.key)
     for _, of_namespace in groupby(pods, key=lambda pod: pod.metadata.namespace):
-        yield list(of_namespace)
+        try:
+            protection = evictor.protection(list(of_namespace))
+        except ApiError as error:
+            return f"what protects it can't be read: {error}"
+        if protection is not None:
+            return protection.reason
+    return None
 
 
 def _unexamined(pod: Mapping[str, Any]) -> Iterator[str]:

@@ -31,12 +31,14 @@ MAX_ATTEMPTS = 5
 
 
 class Eviction(msgspec.Struct, frozen=True, array_like=True):
-    """A pod by its UID, its owner as the evictor names it, and the API server's time in seconds since 1970."""
+    """A pod by its UID, its owner as the evictor names it, the API server's time in seconds since 1970, and the
+    GpuPolicy, if there is one."""
 
     pod: str
     owner: str
     node: str
     at: float
+    policy: str = ""
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -72,6 +74,10 @@ class RecentEvictions:
         since = self._now() - seconds
         return sum(past.node == node and past.at > since for past in self._record.evictions)
 
+    def of_policy(self, name: str) -> int:
+        """Number of pods that were evicted by a GpuPolicy."""
+        return sum(past.policy == name for past in self._record.evictions)
+
     def asking(self, nodes: Collection[str], seconds: float) -> set[str]:
         """Record that ``nodes`` ask for evictions now. Return those that did so within the last ``seconds``.
 
@@ -87,10 +93,10 @@ class RecentEvictions:
         self._record = record
         return {*record.asked_at}
 
-    def add(self, pod: Pod, owner: str) -> None:
+    def add(self, pod: Pod, owner: str, policy: str = "") -> None:
         """Record that ``pod`` is about to be evicted."""
         others = tuple(past for past in self._record.evictions if past.pod != pod.metadata.uid)
-        eviction = Eviction(pod.metadata.uid, owner, pod.spec.node_name, self._now())
+        eviction = Eviction(pod.metadata.uid, owner, pod.spec.node_name, self._now(), policy)
         self._write(msgspec.structs.replace(self._record, evictions=(*others, eviction)))
 
     def discard(self, pod: Pod) -> None:

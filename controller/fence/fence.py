@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from controller.cluster.cache import ClusterCache
@@ -46,6 +46,9 @@ from driver.model.plan import FENCE
 from driver.step_observer import observed, unobserved
 
 log = logging.getLogger(__name__)
+
+RESERVED = "="
+"""In an entry of the fence between a whole GPU and the UIDs of the claims for which it is reserved."""
 
 MIN_FENCED_SECONDS = 15.0
 """Time for which an entry is never replaced by new ones: most decisions are written within milliseconds."""
@@ -144,6 +147,36 @@ class Fence:
             raise
         return replace(result, undecided=result.undecided | (frozenset(devices) - chosen))
 
+    def reserve(self, gpus: Iterable[PoolDevice], claims: Iterable[str]) -> bool:
+        """Let only ``claims`` (UIDs) be allocated anything of whole GPUs (``gpu-N`` of a pool). Takes ``settle_s``.
+
+        False: the fence is not in force, and nothing is reserved. Raises ApiError: as for ``take_back``.
+        """
+        allowed = ",".join(sorted(claims))
+        entries = frozenset(PoolDevice(gpu.pool, f"{gpu.device}{RESERVED}{allowed}") for gpu in gpus)
+        try:
+            if self._close(entries):
+                return True
+            self.lift(entries)
+        except ApiError:
+            self._lift_later(entries)
+            raise
+        return False
+
+    def reservations(self) -> dict[PoolDevice, frozenset[str]]:
+        """The claims for which GPUs are reserved, by entry of the fence."""
+        entries = [entry for entry in self.fenced.devices if RESERVED in entry.device]
+        return {entry: frozenset(entry.device.partition(RESERVED)[2].split(",")) for entry in entries}
+
+    def wake_parked_pods(self) -> None:
+        """Let the scheduler try again the pods that it found no devices for. Raises ApiError."""
+        if not self._ended.is_set():
+            self._canary.wake_parked_pods()
+
+    def lift_reservations_older_than(self, seconds: float) -> None:
+        """Lift those that this process has known for so long. Raises ApiError."""
+        self.lift(self.fenced.older_than(seconds) & self.reservations().keys())
+
     def lift(self, devices: Collection[PoolDevice]) -> None:
         """Allow allocation of ``devices`` again; to be called before they are offered. Raises ApiError."""
         if self._ended.is_set():
@@ -179,18 +212,22 @@ class Fence:
         return room
 
     def _steps(self, devices: frozenset[PoolDevice]) -> Withdrawable:
-        with observed(self._observer, Step.FENCE):
-            self._to_lift -= devices
-            self.fenced.add(devices)
-        with observed(self._observer, Step.SETTLE):
-            self._clock.wait(self._ended, self._settings.settle_s)
-        with observed(self._observer, Step.PROBE):
-            in_force = self._probe(devices)
+        in_force = self._close(devices)
         if not self._catch_up(self._settings.catch_up_s):
             return Withdrawable(undecided=devices, in_force=in_force)
         with observed(self._observer, Step.CHECK):
             held = devices.intersection(self._claims.held())
         return Withdrawable(devices - held, held, in_force=in_force)
+
+    def _close(self, entries: frozenset[PoolDevice]) -> bool:
+        """Add ``entries``; returns whether they are in force."""
+        with observed(self._observer, Step.FENCE):
+            self._to_lift -= entries
+            self.fenced.add(entries)
+        with observed(self._observer, Step.SETTLE):
+            self._clock.wait(self._ended, self._settings.settle_s)
+        with observed(self._observer, Step.PROBE):
+            return self._probe(entries)
 
     def _probe(self, devices: Collection[PoolDevice]) -> bool:
         """Whether an allocation of one of ``devices`` is refused in time; one suffices, since all are in one object.
@@ -199,7 +236,7 @@ class Fence:
         """
         ends = self._clock.monotonic() + self._settings.probe_s
         while fenced := [device for device in devices if device in self.fenced.devices]:
-            if FENCE in (answer := self._canary.refusal(min(fenced))):
+            if FENCE in (answer := self._canary.refusal(_device_of(min(fenced)))):
                 break
             if self._clock.monotonic() >= ends:
                 log.error(
@@ -217,3 +254,8 @@ class Fence:
             self.lift(devices)
         except ApiError as error:
             log.warning("offered devices stay fenced for now", extra={"count": len(devices), "error": str(error)})
+
+
+def _device_of(entry: PoolDevice) -> PoolDevice:
+    """A device that ``entry`` closes: it itself, or the GPU that is reserved."""
+    return entry._replace(device=entry.device.partition(RESERVED)[0])

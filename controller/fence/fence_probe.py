@@ -10,7 +10,10 @@ from driver.kube.client import KubeClient, Object
 from driver.kube.get_and_list import RESOURCE_GROUP
 
 CANARY = "tessera-canary"
-"""Name of the canary claim. No pod uses it and its class does not exist, so it is never allocated."""
+"""Name of the canary claim. No pod uses it and its class does not exist, so the scheduler never allocates it."""
+
+CANARY_DRIVER = "canary.tessera.dev"
+"""Of no node, so that nothing of this driver is counted as allocated."""
 
 ANNOTATION = "gpu.tessera.dev/canary"
 
@@ -47,6 +50,17 @@ class Canary:
                 raise
             return str(error)
         return ""
+
+    def wake_parked_pods(self) -> None:
+        """Let the scheduler try again the pods that it found no devices for, as it does after any deallocation:
+        allocate a device that does not exist, and deallocate it. Raises ApiError.
+
+        Necessary after an allocation was refused, which tells the scheduler's other pods nothing.
+        """
+        result = {"request": "canary", "driver": CANARY_DRIVER, "pool": CANARY, "device": CANARY}
+        self.touch()
+        for status in ({"allocation": {"devices": {"results": [result]}}}, {}):
+            self._client.replace(f"{self._path}/status", {**self._object, "status": status})
 
     def _dry_run(self, body: Object) -> None:
         with accepted_status(NOT_FOUND):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from driver.errors import ApiError
+from driver.errors import NOT_FOUND, ApiError, accepted_status
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
 from tests.harness.waiting import wait_for
@@ -24,6 +24,7 @@ from tests.support.plugin import PluginFlags
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300), pytest.mark.needs("shared counters")]
 
 SOON_S = 60.0
+BUDGETS = "/apis/policy/v1/namespaces/default/poddisruptionbudgets"
 POLICIES = "/apis/gpu.tessera.dev/v1alpha1/gpupolicies"
 CORE, APPS = "/api/v1/namespaces/default", "/apis/apps/v1/namespaces/default"
 DRA = "/apis/resource.k8s.io/v1/namespaces/default"
@@ -43,27 +44,47 @@ spec:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
+    """A node with one H100, and a controller."""
     with control_plane("preempt") as running:
         install(running, ANY_SIZE)
-        yield running
+        running.api.post("/apis/scheduling.k8s.io/v1/priorityclasses", {"metadata": {"name": "serving"}, "value": 10})
+        controller = ControllerProcess(running)
+        with plugins(running, ["one"], PluginFlags(gpus="sim:h100-1")):
+            controller.start()
+            yield running
+            controller.stop()
+        assert controller.refused() == []
 
 
 @pytest.fixture
 def waiting(cluster: Cluster) -> Iterator[Cluster]:
     """A notebook of a ReplicaSet has the only GPU; pod ``train`` of a higher priority waits for it."""
     api = cluster.api
-    controller = ControllerProcess(cluster)
-    with plugins(cluster, ["one"], PluginFlags(gpus="sim:h100-1")):
-        controller.start()
-        api.post("/apis/scheduling.k8s.io/v1/priorityclasses", {"metadata": {"name": "serving"}, "value": 10})
-        api.post(f"{DRA}/resourceclaimtemplates", {"metadata": {"name": "full"}, "spec": {"spec": FULL}})
-        api.post(f"{APPS}/replicasets", notebooks())
-        wait_for(lambda: [pod for pod in pods(cluster, "notebook") if pod["spec"].get("nodeName")], SOON_S, "bound")
-        api.post(f"{CORE}/pods", busybox_pod("train", resourceClaims=CLAIMS, priorityClassName="serving"))
-        wait_for(lambda: is_refused(cluster), SOON_S, "the scheduler has refused the pod")
-        yield cluster
-        controller.stop()
-        assert controller.refused() == []
+    api.post(f"{DRA}/resourceclaimtemplates", {"metadata": {"name": "full"}, "spec": {"spec": FULL}})
+    api.post(f"{APPS}/replicasets", notebooks())
+    wait_for(lambda: [pod for pod in pods(cluster, "notebook") if pod["spec"].get("nodeName")], SOON_S, "bound")
+    api.post(f"{CORE}/pods", busybox_pod("train", resourceClaims=CLAIMS, priorityClassName="serving"))
+    wait_for(lambda: is_refused(cluster), SOON_S, "the scheduler has refused the pod")
+    yield cluster
+    with accepted_status(NOT_FOUND):
+        api.request("DELETE", f"{BUDGETS}/always-one")
+    for path in (f"{POLICIES}/notebooks", f"{APPS}/replicasets/notebook", f"{DRA}/resourceclaimtemplates/full"):
+        api.request("DELETE", path)
+    wait_for(lambda: ends_all_pods(cluster), SOON_S, "all pods are gone")
+    wait_for(lambda: not api.get(f"{DRA}/resourceclaims")["items"], SOON_S, "all claims are gone")
+
+
+def ends_all_pods(cluster: Cluster) -> bool:
+    """Delete the pods that there are, which no kubelet ends. Whether there were none."""
+    present = cluster.api.get(f"{CORE}/pods")["items"]
+    for pod in present:
+        end(cluster, pod["metadata"]["name"])
+    return not present
+
+
+def end(cluster: Cluster, pod: str) -> None:
+    with accepted_status(NOT_FOUND):
+        cluster.api.request("DELETE", f"{CORE}/pods/{pod}", {"gracePeriodSeconds": 0})
 
 
 def notebooks() -> dict[str, Any]:
@@ -122,11 +143,49 @@ def test_the_pod_is_bound_after_the_victims_that_are_named_have_ended(waiting: C
         "metadata": {"name": "always-one"},
         "spec": {"minAvailable": 1, "selector": {"matchLabels": {"app": "notebook"}}},
     }
-    api.post("/apis/policy/v1/namespaces/default/poddisruptionbudgets", budget)
+    api.post(BUDGETS, budget)
     wait_for(lambda: preempt(waiting)[0] == 1, SOON_S, "the budget protects the notebook")
     [spared] = preempt(waiting)[1]["spared"]
     assert spared["reason"] == "PodDisruptionBudget always-one forbids it"
     assert pods(waiting, "notebook")[0]["metadata"]["uid"] == notebook["metadata"]["uid"]
     api.patch(f"{APPS}/replicasets/notebook", {"spec": {"replicas": 0}})
-    api.request("DELETE", f"{CORE}/pods/{name}", {"gracePeriodSeconds": 0})  # no kubelet ends it
+    end(waiting, name)
     wait_for(lambda: api.get(f"{CORE}/pods/train")["spec"].get("nodeName"), SOON_S, "the waiting pod is bound")
+
+
+def test_in_the_mode_active_the_notebook_is_evicted_and_the_waiting_pod_gets_its_gpu(waiting: Cluster) -> None:
+    """Though the next notebook, and other pods of a lower priority, would take the GPU at once."""
+    api = waiting.api
+    api.post(f"{CORE}/pods", busybox_pod("rival", resourceClaims=CLAIMS))
+    [notebook] = pods(waiting, "notebook")
+    policy = yaml.safe_load(POLICY)
+    policy["spec"]["mode"] = "Active"
+    api.post(POLICIES, policy)
+    wait_for(lambda: deletion_of(waiting, notebook), SOON_S, "the notebook is evicted")
+    fence = api.get("/api/v1/namespaces/tessera/configmaps/tessera-fence")
+    claim = api.get(f"{CORE}/pods/train")["status"]["resourceClaimStatuses"][0]["resourceClaimName"]
+    uid = api.get(f"{DRA}/resourceclaims/{claim}")["metadata"]["uid"]
+    assert f"gpu-0={uid}" in " ".join(fence["data"].values())
+    api.request(
+        "DELETE", f"{CORE}/pods/{notebook['metadata']['name']}", {"gracePeriodSeconds": 0}
+    )  # no kubelet ends it
+    wait_for(lambda: api.get(f"{CORE}/pods/train")["spec"].get("nodeName"), SOON_S, "the waiting pod is bound")
+    wait_for(lambda: "=" not in " ".join(fenced(waiting).values()), SOON_S, "the reservation ends")
+    assert not [
+        pod for pod in [*pods(waiting, "notebook"), api.get(f"{CORE}/pods/rival")] if pod["spec"].get("nodeName")
+    ]
+    told = {event["reason"] for event in events_about(waiting, notebook["metadata"]["name"])}
+    assert "PreemptedFor" in told
+
+
+def deletion_of(cluster: Cluster, pod: dict[str, Any]) -> str | None:
+    present = [item for item in pods(cluster, "notebook") if item["metadata"]["uid"] == pod["metadata"]["uid"]]
+    return present[0]["metadata"].get("deletionTimestamp") if present else "gone"
+
+
+def fenced(cluster: Cluster) -> dict[str, str]:
+    return dict(cluster.api.get("/api/v1/namespaces/tessera/configmaps/tessera-fence").get("data") or {})
+
+
+def events_about(cluster: Cluster, pod: str) -> list[dict[str, Any]]:
+    return list(cluster.api.get(f"{CORE}/events?fieldSelector=involvedObject.name%3D{pod}")["items"])

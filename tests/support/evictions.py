@@ -19,6 +19,8 @@ class ClusterApi(ObjectApi):
         self.evicted: list[str] = []
         self.protected: dict[str, int] = {}
         """By name of the pod, the status with which evictions are refused."""
+        self.protected_later: dict[str, int] = {}
+        """The same, but dry runs are accepted."""
         super().__init__()
 
     def store(self, path: str, **fields: Any) -> Object:
@@ -38,6 +40,8 @@ class ClusterApi(ObjectApi):
             return exchange.refuse(self.protected[route.name], "refused for now")
         if body["deleteOptions"].get("dryRun") == ["All"]:
             return exchange.send_json({"kind": "Status", "status": "Success"}, 201)
+        if route.name in self.protected_later:
+            return exchange.refuse(self.protected_later[route.name], "refused meanwhile")
         self.evicted.append(route.name)
         pod["metadata"]["deletionTimestamp"] = "2026-11-21T00:00:00Z"
         return exchange.send_json({"kind": "Status", "status": "Success"}, 201)

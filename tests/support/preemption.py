@@ -52,7 +52,7 @@ class Contest:
         status = {"allocation": {"devices": {"results": results}}, "reservedFor": reserved, **(claim or {})}
         self.there.claim(name, request(), status=status)
         metadata = {"ownerReferences": [OWNER], **pod.pop("metadata", {})}
-        running = {"phase": "Running", "startTime": since}
+        running = {"phase": "Running", "startTime": since, "conditions": [{"type": "Ready", "status": "True"}]}
         self.there.pod(name, name, nodeName=node, priority=priority, metadata=metadata, status=running, **pod)
         self._running.append(name)
 

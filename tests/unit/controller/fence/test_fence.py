@@ -50,8 +50,16 @@ class FencedApi(ObjectApi):
         if not self.policy or route.part != "status" or old.get("status", {}).get("allocation"):
             return None
         results = new.get("status", {}).get("allocation", {}).get("devices", {}).get("results", ())
-        found = [result for result in results if PoolDevice(result["pool"], result["device"]) in self.fenced()]
+        found = [result for result in results if self._is_closed(PoolDevice(result["pool"], result["device"]), new)]
         return f"ValidatingAdmissionPolicy 'tessera-fence' denied request: {found}" if found else None
+
+    def _is_closed(self, device: PoolDevice, claim: Object) -> bool:
+        uid, reserved = claim["metadata"].get("uid"), (entry for entry in self.fenced() if "=" in entry.device)
+        parts = ((entry.pool, *entry.device.split("=")) for entry in reserved)
+        return device in self.fenced() or any(
+            pool == device.pool and f"{device.device}-".startswith(f"{gpu}-") and uid not in uids.split(",")
+            for pool, gpu, uids in parts
+        )
 
 
 @pytest.fixture
@@ -91,6 +99,48 @@ def test_what_nobody_holds_may_be_withdrawn_and_can_not_be_allocated_any_more(
     with pytest.raises(ApiError, match="tessera-fence"):
         give(api, "late", A)
     give(api, "other", C)
+
+
+def test_a_reserved_gpu_is_only_for_the_claims_that_are_named(api: FencedApi, claims: ClaimsCache) -> None:
+    fence, client = fence_of(api, claims), api.server.client()
+    mine = new_claim(client, "mine")
+    assert fence.reserve([A], [mine["metadata"]["uid"]])
+    for name, device in (("whole", A), ("part", PoolDevice(POOL, f"{A.device}-mig-1g10gb-0"))):
+        with pytest.raises(ApiError, match="tessera-fence"):
+            give(api, name, device)
+    allocate(client, mine, A)
+    [entry] = fence.reservations()
+    fence.lift([entry])
+    assert fence.reservations() == {}
+    give(api, "later", PoolDevice(POOL, f"{A.device}-mig-1g10gb-0"))
+
+
+def test_a_new_leader_knows_what_is_reserved_and_for_whom(
+    api: FencedApi, claims: ClaimsCache, clock: FakeClock
+) -> None:
+    fence_of(api, claims).reserve([A, B], ["one", "two"])
+    fence = fence_of(api, claims, clock)
+    fence.start([A, B, C])
+    assert set(fence.reservations().values()) == {frozenset({"one", "two"})}
+    fence.lift_reservations_older_than(300)
+    assert len(fence.reservations()) == 2
+    clock.advance(300)
+    fence.lift_reservations_older_than(300)
+    assert api.fenced() - {PoolDevice(POOL, "")} == set()
+
+
+def test_nothing_is_reserved_where_the_policy_is_missing(api: FencedApi, claims: ClaimsCache) -> None:
+    api.policy = False
+    settings = FenceSettings(settle_s=0, probe_s=0.01)
+    assert not fence_of(api, claims, settings=settings).reserve([A], ["mine"])
+    assert api.fenced() - {PoolDevice(POOL, "")} == set()
+
+
+def test_to_wake_parked_pods_leaves_the_canary_unallocated(api: FencedApi, claims: ClaimsCache) -> None:
+    fence_of(api, claims).wake_parked_pods()
+    canary = api.folder("/apis/resource.k8s.io/v1/namespaces/tessera/resourceclaims")["tessera-canary"]
+    assert not canary.get("status")
+    assert api.count("PUT", "status") == 2
 
 
 def test_what_somebody_holds_stays_and_is_not_fenced(api: FencedApi, claims: ClaimsCache) -> None:

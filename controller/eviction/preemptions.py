@@ -1,0 +1,331 @@
+"""Evictions for waiting pods of higher priority, as GpuPolicies allow them; in the mode DryRun they are only told.
+
+Without a policy that enables preemption, one list of the policies is all that is read. Otherwise a turn reads all pods
+and claims, so pauses grow with the time that a turn takes.
+
+The GPUs of the victims are reserved for the claims of the waiting pod before the first eviction, in the fence's
+ConfigMap. As long as there is a reservation nobody else is evicted: a new leader finds it there, too. It ends once its
+claims do not wait any more, or after ``RESERVATION_SECONDS``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from controller.cluster.claim_index import PoolDevice
+from controller.demand.feasibility import Feasibility
+from controller.demand.pending_claims import Queue
+from controller.eviction.evictor import Evictor, Outcome, Trigger, pod_reference
+from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, parse_policy, read_policies
+from controller.eviction.preemption import Preemption, RunningPods
+from controller.eviction.preemption_preview import Preview, preview_of, read_running
+from driver.errors import NOT_FOUND, ApiError, UsageError
+from driver.kube.client import KubeClient
+from driver.kube.events import Recorder, Type
+from driver.kube.get_and_list import find_pod
+from driver.kube.types import Key, Pod, Reference
+from driver.kube.work_loop import Loop
+from driver.model.plan import API_VERSION
+from driver.slices.slice_names import Pool
+
+log = logging.getLogger(__name__)
+
+INTERVAL_SECONDS, REST_FACTOR = 10.0, 5.0
+"""Between two turns, or this multiple of what a turn took if that is longer."""
+
+RESERVED_INTERVAL_SECONDS = 2.0
+"""Between two turns while there is a reservation."""
+
+RESERVATION_SECONDS = 300.0
+"""Longest time that the victims may take to end, and the scheduler to bind the waiting pod."""
+
+PODS_PER_TURN = 5
+"""Waiting pods whose victims are looked for in a turn, those of the highest priority first."""
+
+SHOWN_PODS = 5
+
+WOULD_EVICT, EVICTING, PREEMPTED_FOR = "WouldEvict", "Preempting", "PreemptedFor"
+BLOCKED, INVALID = "PreemptionBlocked", "InvalidPolicy"
+"""Reasons of Events."""
+
+
+class ReservingFence(Protocol):
+    """Whole GPUs of which only certain claims may be allocated anything. Methods raise ApiError."""
+
+    def reserve(self, gpus: Iterable[PoolDevice], claims: Iterable[str]) -> bool:
+        """Reserve GPUs (``gpu-N`` of a pool) for claims (UIDs); False: that can't be enforced, and nothing is."""
+
+    def reservations(self) -> dict[PoolDevice, frozenset[str]]:
+        """The claims by entry."""
+
+    def lift(self, devices: Collection[PoolDevice]) -> None: ...
+
+    def wake_parked_pods(self) -> None:
+        """Let the scheduler try again the pods that it found no devices for."""
+
+    def lift_reservations_older_than(self, seconds: float) -> None: ...
+
+
+class ChosenVictims(NamedTuple):
+    """Pods that may be evicted for ``pod``, each with the policy that decides over it."""
+
+    pod: Pod
+    preemption: Preemption
+    victims: list[tuple[Pod, GpuPolicy]]
+
+    @property
+    def names(self) -> list[str]:
+        return [str(victim.metadata.key) for victim, _ in self.victims]
+
+    @property
+    def policies(self) -> list[GpuPolicy]:
+        return list({policy.metadata.name: policy for _, policy in self.victims}.values())
+
+
+class Preemptions:
+    """``queue`` returns the pending claims of the last decision, for another thread; None: none has been made yet.
+
+    ``failure`` says why the caches that this came from are out of date; None: they are not.
+    """
+
+    def __init__(
+        self,
+        client: KubeClient,
+        queue: Callable[[], Queue | None],
+        failure: Callable[[], str | None],
+        evictor: Evictor,
+        recorder: Recorder,
+        reservations: ReservingFence,
+        driver_name: str,
+    ) -> None:
+        self._client, self._queue, self._failure, self._driver_name = client, queue, failure, driver_name
+        self._evictor, self._recorder, self._reservations = evictor, recorder, reservations
+        self._counted: dict[str, frozenset[str]] = {}
+        """By UID of a waiting pod, the victims that were counted last."""
+        self._wake_at, self._wake_interval = 0.0, RESERVED_INTERVAL_SECONDS
+        self.loop = Loop("evicting pods for others", self.turn, 0.0)
+
+    def turn(self) -> float:
+        """Look once. Returns after how many seconds to look again. Raises ApiError."""
+        began, queue = time.monotonic(), self._queue()
+        if queue is None or self._failure() is not None:
+            return INTERVAL_SECONDS
+        self._end_reservations(queue)
+        if reserved := self._reservations.reservations():
+            if began >= self._wake_at:
+                self._wake(frozenset[str]().union(*reserved.values()), _apart(queue))
+            return RESERVED_INTERVAL_SECONDS
+        self._wake_at, self._wake_interval = 0.0, RESERVED_INTERVAL_SECONDS
+        policies = self._read_policies()
+        if policies and self._look(policies, queue):
+            return RESERVED_INTERVAL_SECONDS
+        return max(INTERVAL_SECONDS, REST_FACTOR * (time.monotonic() - began))
+
+    def _end_reservations(self, queue: Queue) -> None:
+        """Lift the reservations whose claims do not wait any more, and those that have lasted too long."""
+        waiting = {pending.claim.metadata.uid for pending in queue.pending}
+        ended = [entry for entry, claims in self._reservations.reservations().items() if not claims & waiting]
+        self._reservations.lift(ended)
+        self._reservations.lift_reservations_older_than(RESERVATION_SECONDS)
+
+    def _wake(self, claims: Collection[str], queue: Queue) -> None:
+        """If devices are free for pods with ``claims``: the scheduler may have tried them while it wanted to give these
+        to another pod, which the fence then refused."""
+        pods = (pod for pending in queue.pending if pending.claim.metadata.uid in claims for pod in pending.pods)
+        needs = ((needed, queue.nodes_for(pod)) for pod in pods for needed in queue.combinations(pod))
+        if any(queue.feasibility.may_fit(needed, nodes) for needed, nodes in needs):
+            self._reservations.wake_parked_pods()
+            # It costs the scheduler an attempt for every pod that waits for devices.
+            self._wake_at = time.monotonic() + self._wake_interval
+            self._wake_interval *= 2
+
+    def _read_policies(self) -> list[GpuPolicy]:
+        """The policies of the cluster; none if one of them is not valid: it might forbid what another allows."""
+        policies, is_valid = [], True
+        try:
+            manifests = list(read_policies(self._client))
+        except ApiError as error:
+            if error.status == NOT_FOUND:  # the CustomResourceDefinition is not installed
+                return []
+            raise
+        for manifest in manifests:
+            try:
+                policies.append(parse_policy(manifest, "no policy counts: this one"))
+            except UsageError as error:
+                is_valid = False
+                about = _reference(manifest["metadata"]["name"], manifest["metadata"]["uid"])
+                self._recorder.event(about, INVALID, str(error), "Warning", lasting=True)
+        return policies if is_valid else []
+
+    def _look(self, policies: Sequence[GpuPolicy], queue: Queue) -> bool:
+        """Look for victims of the pods that wait; evict those of one. Returns whether there were evictions."""
+        enabled = [policy.spec.preemption for policy in policies if policy.spec.preemption.enabled]
+        namespaces = {name for rules in enabled for name in rules.by_namespaces}
+        waiting = [pod for pod in queue.pods if pod.metadata.namespace in namespaces and _lacks_devices(pod)]
+        self._counted = {uid: self._counted[uid] for pod in waiting if (uid := pod.metadata.uid) in self._counted}
+        if not waiting:
+            return False
+        waiting.sort(key=lambda pod: (-pod.spec.priority, pod.metadata.creation_timestamp or "", pod.metadata.key))
+        hypothetical = _apart(queue)
+        self._evictor.recent.refresh()
+        running, by_policy = read_running(self._client), GpuPolicies(policies)
+        for pod in waiting[:PODS_PER_TURN]:
+            preview = preview_of(self._client, hypothetical, pod, running, by_policy, self._evictor)
+            if preview.preemption is None or preview.unexamined:
+                self._tell_blocked(preview)
+                continue
+            chosen = self._chosen(pod, preview.preemption, running, by_policy)
+            if not _is_active(chosen):
+                self._tell(chosen)
+            elif self._evict(chosen, queue):
+                return True
+        return False
+
+    def _chosen(self, pod: Pod, preemption: Preemption, running: RunningPods, policies: GpuPolicies) -> ChosenVictims:
+        names = [name for unit in preemption.victims.units for name in unit.pods]
+        pods = [running.pods[Key(*name.split("/"))] for name in sorted(names)]
+        decided = [(victim, policies.of_pod(victim.metadata.namespace, running.classes(victim))) for victim in pods]
+        return ChosenVictims(pod, preemption, [(victim, policy) for victim, policy in decided if policy is not None])
+
+    def _tell_blocked(self, preview: Preview) -> None:
+        """Say on a pod for which room could be made that nobody is evicted for it."""
+        if preview.obstacle is None:
+            why = "no set of pods that may be evicted makes room for it (tessera preempt)"
+            if preview.unexamined:
+                why = f"what {', '.join(preview.unexamined)} of it mean for a node is not examined"
+            about = pod_reference(preview.pod)
+            self._recorder.event(about, BLOCKED, f"no pod is evicted for it: {why}", "Warning", lasting=True)
+
+    def _tell(self, chosen: ChosenVictims) -> None:
+        """Say on the policies of the victims that these would be evicted, and count them once."""
+        uid, names = chosen.pod.metadata.uid, frozenset(chosen.names)
+        self._tell_policies(chosen, WOULD_EVICT)
+        if self._counted.get(uid) != names:
+            self._counted[uid] = names
+            for _ in names:
+                self._evictor.count(Trigger.PREEMPTION, Outcome.DRY_RUN)
+
+    def _evict(self, chosen: ChosenVictims, queue: Queue) -> bool:
+        """Reserve the GPUs of the victims and evict them, all or nobody. Returns whether there is a reservation."""
+        claims = self._claims_of(chosen.pod, queue)
+        obstacle = self._obstacle(chosen, claims)
+        if obstacle is not None:
+            self._tell_policies(chosen, BLOCKED, obstacle)
+            return False
+        if not self._reservations.reserve(self._gpus_of(chosen, queue), claims):
+            self._tell_policies(chosen, BLOCKED, "the fence, which would reserve their devices, is not in force")
+            return False
+        self._tell_policies(chosen, EVICTING)
+        self._recorder.event(pod_reference(chosen.pod), EVICTING, _for_contender(chosen))
+        try:
+            for victim, policy in chosen.victims:
+                if not self._still_waits(chosen.pod):
+                    break
+                if self._evictor.evict(victim, Trigger.PREEMPTION, policy=policy.metadata.name):
+                    message = _for_victim(chosen, victim)
+                    self._recorder.event(pod_reference(victim), PREEMPTED_FOR, message, "Warning")
+        except ApiError as error:
+            log.warning("evictions end early", extra={"pod": str(chosen.pod.metadata.key), "error": str(error)})
+            self._tell_policies(chosen, BLOCKED, f"an eviction failed: {error}")
+            self._reservations.lift(self._reservations.reservations())
+            return False
+        return True
+
+    def _obstacle(self, chosen: ChosenVictims, claims: Collection[str]) -> str | None:
+        """Why these are not evicted now; None: the API server agrees to each eviction. Raises ApiError."""
+        if not claims:
+            return "the claim of the waiting pod does not exist yet, so nothing can be reserved for it"
+        if self._evictor.has_lost_pods(chosen.pod):
+            return "the owner of the waiting pod has lost a pod in this way within an hour"
+        for policy in chosen.policies:
+            lost, budget = self._evictor.recent.of_policy(policy.metadata.name), policy.spec.budget.pods_per_hour
+            if lost + sum(decides is policy for _, decides in chosen.victims) > budget:
+                return f"the budget of policy {policy.metadata.name} is {budget} pods an hour, of which {lost} are used"
+        try:
+            for victim, _ in chosen.victims:
+                self._evictor.evict(victim, Trigger.PREEMPTION, is_rehearsal=True)
+        except ApiError as error:
+            return f"the API server refuses an eviction: {error}"
+        return None if self._still_waits(chosen.pod) else "the pod does not wait any more"
+
+    def _still_waits(self, pod: Pod) -> bool:
+        present = find_pod(self._client, pod.metadata.key)
+        return (
+            present is not None
+            and present.metadata.uid == pod.metadata.uid
+            and present.metadata.deletion_timestamp is None
+            and not present.spec.node_name
+        )
+
+    def _gpus_of(self, chosen: ChosenVictims, queue: Queue) -> list[PoolDevice]:
+        """The GPUs of the victims; for a pod that needs several devices the unheld ones of the node, too."""
+        node, units = chosen.preemption.node, chosen.preemption.victims.units
+        freed = frozenset[str]().union(*(unit.gpus for unit in units))
+        counts = [request.count for needed in queue.combinations(chosen.pod) for request in needed.requests]
+        takes_unheld = len(counts) != 1 or counts[0] != 1
+        entries = queue.feasibility.fleet.nodes[node]
+        devices = [gpu for gpu in entries if gpu.gpu.uuid in freed or (takes_unheld and not gpu.held)]
+        return [PoolDevice(Pool(node, self._driver_name).name, f"gpu-{gpu.number}") for gpu in devices]
+
+    def _claims_of(self, pod: Pod, queue: Queue) -> list[str]:
+        """The UIDs of the claims of ``pod`` that wait; empty if one of them does not exist yet."""
+        mine = [pending for pending in queue.pending if pod in pending.pods]
+        return [] if any(pending.not_created for pending in mine) else [item.claim.metadata.uid for item in mine]
+
+    def _tell_policies(self, chosen: ChosenVictims, reason: str, obstacle: str = "") -> None:
+        text = _described(chosen) + (f", but {obstacle}" if obstacle else "")
+        for policy in chosen.policies:
+            about = _reference(policy.metadata.name, policy.metadata.uid)
+            level: Type = "Warning" if obstacle else "Normal"
+            self._recorder.event(about, reason, text, level, chosen.pod.metadata.uid, lasting=True)
+
+
+def _apart(queue: Queue) -> Queue:
+    """The queue for this thread, of whose results the controller's next decision remembers nothing."""
+    present = queue.feasibility
+    return queue.with_feasibility(Feasibility(present.fleet, present.matching, is_hypothetical=True))
+
+
+def _described(chosen: ChosenVictims) -> str:
+    pod, cost = chosen.pod, chosen.preemption.victims.cost
+    names = chosen.names
+    more = f" and {len(names) - SHOWN_PODS} more" if len(names) > SHOWN_PODS else ""
+    mode = "these are evicted" if _is_active(chosen) else "in the mode Active these would be evicted"
+    return (
+        f"for pod {pod.metadata.key} of priority {pod.spec.priority} {mode} on node {chosen.preemption.node}: "
+        f"{', '.join(names[:SHOWN_PODS])}{more}, of priority {cost.priority} at most; {cost.gpu_hours:g} GPU hours lost"
+    )
+
+
+def _is_active(chosen: ChosenVictims) -> bool:
+    return all(policy.spec.mode == "Active" for policy in chosen.policies)
+
+
+def _for_contender(chosen: ChosenVictims) -> str:
+    """What the waiting pod is told: names of pods of its own namespace only."""
+    namespace = chosen.pod.metadata.namespace
+    mine = [victim.metadata.name for victim, _ in chosen.victims if victim.metadata.namespace == namespace]
+    others = Counter(victim.metadata.namespace for victim, _ in chosen.victims)
+    del others[namespace]
+    named = [*mine, *(f"{count} of namespace {name}" for name, count in sorted(others.items()))]
+    return f"its devices are taken back on node {chosen.preemption.node}; pods that are evicted: {', '.join(named)}"
+
+
+def _for_victim(chosen: ChosenVictims, victim: Pod) -> str:
+    pod = chosen.pod
+    is_own = victim.metadata.namespace == pod.metadata.namespace
+    whom = f"pod {pod.metadata.name}" if is_own else f"a pod of namespace {pod.metadata.namespace}"
+    return f"evicted for {whom} of priority {pod.spec.priority}, which waits for its devices"
+
+
+def _reference(name: str, uid: str) -> Reference:
+    return Reference("GpuPolicy", name, uid=uid, api_version=API_VERSION)
+
+
+def _lacks_devices(pod: Pod) -> bool:
+    """Whether the scheduler has refused the pod for want of devices."""
+    return any(condition.lacks_devices for condition in pod.status.conditions)

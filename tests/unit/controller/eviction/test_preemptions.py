@@ -1,0 +1,339 @@
+"""Evictions for pods of higher priority: nobody in the mode DryRun, all victims or none in the mode Active."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+from prometheus_client import CollectorRegistry
+
+from controller.cluster.claim_index import PoolDevice
+from controller.eviction.evictor import Evictor
+from controller.eviction.gpu_policy import PATH, GpuPolicy
+from controller.eviction.preemptions import PODS_PER_TURN, RESERVATION_SECONDS, Preemptions
+from controller.eviction.recent_evictions import RecentEvictions
+from controller.metrics import ControllerMetrics
+from driver.kube.events import Recorder
+from driver.kube.types import Pod
+from tests.support.api_server import Object
+from tests.support.evictions import ClusterApi
+from tests.support.preemption import EVERYBODY, OWNER, Contest, policy
+from tests.support.queues import DRIVER, FULL, node_of, request
+from tests.support.recording import recording
+from tests.support.running import eventually
+
+REFUSED = {
+    "phase": "Pending",
+    "conditions": [{"type": "PodScheduled", "status": "False", "message": "1 cannot allocate all claims"}],
+}
+BUDGETS = "/apis/policy/v1/namespaces/default/poddisruptionbudgets"
+EVENTS = "/api/v1/namespaces/default/events"
+
+
+ACTIVE = {**EVERYBODY, "mode": "Active"}
+GPU = PoolDevice(f"a-{DRIVER}", "gpu-0")
+
+
+class KeptReservations:
+    """Reservations in memory. ``in_force``: whether the fence would refuse others."""
+
+    def __init__(self) -> None:
+        self.in_force, self.kept, self.is_old = True, dict[PoolDevice, frozenset[str]](), False
+        self.woken = 0
+
+    def reserve(self, gpus: Iterable[PoolDevice], claims: Iterable[str]) -> bool:
+        self.kept |= dict.fromkeys(gpus, frozenset(claims)) if self.in_force else {}
+        return self.in_force
+
+    def reservations(self) -> dict[PoolDevice, frozenset[str]]:
+        return dict(self.kept)
+
+    def lift(self, devices: Iterable[PoolDevice]) -> None:
+        self.kept = {entry: claims for entry, claims in self.kept.items() if entry not in set(devices)}
+
+    def wake_parked_pods(self) -> None:
+        self.woken += 1
+
+    def lift_reservations_older_than(self, seconds: float) -> None:
+        assert seconds == RESERVATION_SECONDS
+        self.kept = {} if self.is_old else self.kept
+
+
+@dataclass
+class Site:
+    """A full node of one GPU, a pod of priority 10 that the scheduler has refused, and a controller."""
+
+    api: ClusterApi
+    recorder: Recorder
+
+    def __post_init__(self) -> None:
+        self.contest = Contest(node_of("a", "full", gpus=1))
+        self.contest.runs("notebook", "a", "gpu-0")
+        self.contest.search(selector=FULL, status=REFUSED)
+        self.registry = CollectorRegistry()
+        self.begin_term()
+
+    def begin_term(self) -> None:
+        client, recorder = self.api.server.client(), self.recorder
+        evictor = Evictor(client, recorder, RecentEvictions(client, "tessera"), ControllerMetrics(self.registry))
+        self.reserved, self.stale = KeptReservations(), ""
+        self.preemptions = Preemptions(
+            client,
+            lambda: self.contest.there.queue,
+            lambda: self.stale or None,
+            evictor,
+            recorder,
+            self.reserved,
+            DRIVER,
+        )
+
+    def turn(self, *policies: GpuPolicy | dict[str, Any]) -> None:
+        """One look, with these policies in the cluster."""
+        there = self.contest.there
+        for number, item in enumerate(policies):
+            content = item.model_dump(by_alias=True) if isinstance(item, GpuPolicy) else item
+            name = content["metadata"]["name"]
+            metadata = {"name": name, "uid": f"policy-{number}"}
+            self.api.store(f"{PATH}/{name}", metadata=metadata, spec=content.get("spec"))
+        for pod in there.pods:
+            self.api.store(f"/api/v1/namespaces/default/pods/{pod.metadata.name}", **msgspec.to_builtins(pod))
+        for claim in there.claims:
+            path = f"/apis/resource.k8s.io/v1/namespaces/default/resourceclaims/{claim.metadata.name}"
+            self.api.store(path, **msgspec.to_builtins(claim))
+        for name, node in there.nodes.items():
+            self.api.store(f"/api/v1/nodes/{name}", **msgspec.to_builtins(node))
+        self.preemptions.turn()
+
+    def told(self) -> list[tuple[str, str, str]]:
+        """Policy, reason and message of the Events."""
+        events: list[Object] = list(self.api.folder(EVENTS).values())
+        return [(event["involvedObject"]["name"], event["reason"], event["message"]) for event in events]
+
+    def read(self) -> set[str]:
+        """The paths of all lists and objects that were read."""
+        return {path.partition("?")[0] for kind in ("list", "get") for path in self.api.queries(kind)}
+
+    def counted(self, outcome: str = "dry-run") -> float | None:
+        labels = {"trigger": "preemption", "outcome": outcome}
+        return self.registry.get_sample_value("tessera_evictions_total", labels)
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with ClusterApi() as api, recording(api) as (_, recorder):
+        yield Site(api, recorder)
+
+
+def test_the_policy_of_the_victims_is_told_who_would_be_evicted_and_nobody_is(site: Site) -> None:
+    site.turn(policy("notebooks", **EVERYBODY))
+    eventually(site.told, "an Event is written")
+    [(name, reason, message)] = site.told()
+    assert (name, reason) == ("notebooks", "WouldEvict")
+    assert message.startswith(
+        "for pod default/pod-of-claim of priority 10 in the mode Active these would be evicted on "
+    )
+    assert "default/notebook, of priority 0 at most" in message
+    assert site.api.evicted == []
+    assert site.reserved.kept == {}
+
+
+def test_the_same_victims_of_the_same_pod_count_once(site: Site) -> None:
+    for _ in range(3):
+        site.turn(policy("notebooks", **EVERYBODY))
+    assert site.counted() == 1
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param({}, id="preemption is not enabled"),
+        pytest.param({"preemption": {"enabled": True}}, id="no namespace may take"),
+        pytest.param({"preemption": {"enabled": True, "byNamespaces": ["other"]}}, id="another namespace may take"),
+    ],
+)
+def test_without_a_policy_for_the_waiting_pod_only_the_policies_are_read(site: Site, spec: dict[str, Any]) -> None:
+    site.turn(policy("notebooks", **spec))
+    assert site.read() == {PATH}
+    assert site.told() == []
+
+
+def test_a_pod_that_the_scheduler_has_not_refused_takes_nothing(site: Site) -> None:
+    [waiting] = [pod for pod in site.contest.there.pods if pod.metadata.name == "pod-of-claim"]
+    site.contest.there.pods.remove(waiting)
+    site.contest.there.pods.append(msgspec.structs.replace(waiting, status=type(waiting.status)()))
+    site.turn(policy("notebooks", **EVERYBODY))
+    assert site.read() == {PATH}
+
+
+def test_one_policy_that_is_not_valid_stops_all_and_says_so(site: Site) -> None:
+    wrong = {"metadata": {"name": "wrong"}, "spec": {"preemption": {"enabled": "yes"}}}
+    site.turn(policy("notebooks", **EVERYBODY), wrong)
+    eventually(site.told, "an Event is written")
+    [(name, reason, message)] = site.told()
+    assert (name, reason) == ("wrong", "InvalidPolicy")
+    assert "spec.preemption.enabled" in message
+    assert site.counted() == 0
+
+
+def test_a_pod_with_a_field_that_is_not_examined_takes_nothing(site: Site) -> None:
+    [waiting] = [pod for pod in site.contest.there.pods if pod.metadata.name == "pod-of-claim"]
+    path = "/api/v1/namespaces/default/pods/pod-of-claim"
+    site.turn()
+    site.api.folder(path)[waiting.metadata.name]["spec"]["topologySpreadConstraints"] = [{"maxSkew": 1}]
+    site.api.store(f"{PATH}/notebooks", metadata={"name": "notebooks", "uid": "p"}, spec=EVERYBODY)
+    site.preemptions.turn()
+    assert site.counted() == 0
+    eventually(site.told, "an Event is written")
+    message = "no pod is evicted for it: what topologySpreadConstraints of it mean for a node is not examined"
+    assert site.told() == [("pod-of-claim", "PreemptionBlocked", message)]
+
+
+def test_a_pod_for_which_nobody_may_be_evicted_says_so(site: Site) -> None:
+    site.contest.there.pods = [
+        replace(pod, spec=replace(pod.spec, priority=10)) if pod.metadata.name == "notebook" else pod
+        for pod in site.contest.there.pods
+    ]
+    site.turn(policy("notebooks", **ACTIVE))
+    eventually(site.told, "an Event is written")
+    message = "no pod is evicted for it: no set of pods that may be evicted makes room for it (tessera preempt)"
+    assert site.told() == [("pod-of-claim", "PreemptionBlocked", message)]
+
+
+def test_a_cluster_without_the_definition_has_no_policies(site: Site) -> None:
+    site.api.once("list", lambda exchange: exchange.refuse(404, "the server could not find the requested resource"))
+    site.turn()
+    assert site.read() == {PATH}
+    assert site.told() == []
+
+
+def test_a_turn_looks_for_victims_of_a_few_pods_only(site: Site) -> None:
+    for number in range(2 * PODS_PER_TURN):
+        site.contest.there.wants(request(selector=FULL), name=f"more-{number}", priority=20, status=REFUSED)
+    site.turn(policy("notebooks", **EVERYBODY))
+    assert site.counted() == PODS_PER_TURN
+
+
+def test_in_the_mode_active_the_gpu_is_reserved_for_the_claim_and_the_victim_evicted(site: Site) -> None:
+    site.turn(policy("notebooks", **ACTIVE))
+    assert site.api.evicted == ["notebook"]
+    assert site.reserved.kept == {GPU: frozenset({"claim"})}
+    assert site.counted("evicted") == 1
+    eventually(lambda: len(site.told()) == 3, "all Events are written")
+    told = {(name, reason): message for name, reason, message in site.told()}
+    assert told["notebook", "PreemptedFor"] == (
+        "evicted for pod pod-of-claim of priority 10, which waits for its devices"
+    )
+    assert told["pod-of-claim", "Preempting"] == (
+        "its devices are taken back on node a; pods that are evicted: notebook"
+    )
+    assert ("notebooks", "Preempting") in told
+
+
+def test_nobody_else_is_evicted_while_there_is_a_reservation(site: Site) -> None:
+    site.turn(policy("notebooks", **ACTIVE))
+    site.api.evicted.clear()
+    site.turn(policy("notebooks", **ACTIVE))
+    assert site.api.evicted == []
+    assert site.reserved.kept == {GPU: frozenset({"claim"})}
+
+
+def test_the_scheduler_tries_the_waiting_pod_again_once_its_devices_are_free(site: Site) -> None:
+    site.turn(policy("notebooks", **ACTIVE))
+    site.turn()
+    assert site.reserved.woken == 0, "the victim has not ended"
+    site.contest.there.gpus = node_of("a", gpus=1)
+    site.contest.there.claims = [item for item in site.contest.there.claims if item.metadata.name != "notebook"]
+    site.preemptions.turn()
+    assert site.reserved.woken == 1
+
+
+def test_a_new_leader_evicts_nobody_while_there_is_a_reservation_of_the_previous_one(site: Site) -> None:
+    site.reserved.kept = {GPU: frozenset({"claim"})}
+    site.turn(policy("notebooks", **ACTIVE))
+    assert site.api.evicted == []
+
+
+@pytest.mark.parametrize("end", ["the claim does not wait any more", "it lasts too long"])
+def test_a_reservation_ends(site: Site, end: str) -> None:
+    site.reserved.kept = {GPU: frozenset({"claim" if end == "it lasts too long" else "gone"})}
+    site.reserved.is_old = end == "it lasts too long"
+    site.turn(policy("notebooks", **EVERYBODY))
+    assert site.reserved.kept == {}
+
+
+@pytest.mark.parametrize(
+    ("spec", "obstacle"),
+    [
+        pytest.param({"budget": {"podsPerHour": 0}}, "the budget of policy notebooks is 0 pods an hour", id="budget"),
+        pytest.param({}, "the API server refuses an eviction", id="refused"),
+        pytest.param({}, "the fence, which would reserve their devices, is not in force", id="no fence"),
+        pytest.param({}, "the pod does not wait any more", id="bound"),
+        pytest.param({}, "the owner of the waiting pod has lost a pod in this way", id="cascade"),
+    ],
+)
+def test_what_prevents_evictions_is_said_on_the_policy(
+    site: Site, spec: dict[str, Any], obstacle: str, request: pytest.FixtureRequest
+) -> None:
+    case, there = request.node.callspec.id, site.contest.there
+    [waiting] = [pod for pod in there.pods if pod.metadata.name == "pod-of-claim"]
+    if case == "refused":
+        site.api.protected["notebook"] = 429
+    site.reserved.in_force = case != "no fence"
+    if case == "cascade":
+        owned = msgspec.convert(
+            {"metadata": {"name": "x", "uid": "x", "namespace": "default", "ownerReferences": [OWNER]}}, Pod
+        )
+        references = owned.metadata.owner_references
+        there.pods.remove(waiting)
+        there.pods.append(replace(waiting, metadata=replace(waiting.metadata, owner_references=references)))
+        site.preemptions._evictor.recent.add(owned, f"default/{OWNER['uid']}")
+    site.turn()
+    if case == "bound":
+        site.api.folder("/api/v1/namespaces/default/pods")["pod-of-claim"]["spec"]["nodeName"] = "b"
+    site.api.store(f"{PATH}/notebooks", metadata={"name": "notebooks", "uid": "p"}, spec={**ACTIVE, **spec})
+    site.preemptions.turn()
+    eventually(site.told, "an Event is written")
+    [(name, reason, message)] = site.told()
+    assert (name, reason) == ("notebooks", "PreemptionBlocked")
+    assert obstacle in message
+    assert (site.api.evicted, site.reserved.kept) == ([], {})
+
+
+def test_an_eviction_that_fails_ends_the_reservation(site: Site) -> None:
+    site.api.protected_later["notebook"] = 429
+    site.turn(policy("notebooks", **ACTIVE))
+    assert (site.api.evicted, site.reserved.kept) == ([], {})
+
+
+def test_while_the_caches_are_out_of_date_nothing_is_done(site: Site) -> None:
+    site.stale = "no decision has been made for 60 s"
+    site.turn(policy("notebooks", **ACTIVE))
+    assert site.api.evicted == []
+    assert site.read() == set()
+
+
+@pytest.mark.parametrize(("spare", "evicted"), [(1, []), (2, ["first", "second"])])
+def test_all_victims_of_a_budget_are_evicted_or_none(site: Site, spare: int, evicted: list[str]) -> None:
+    """Each alone would be evicted by the API server."""
+    site.contest = Contest(node_of("a", "full", gpus=2))
+    for number, name in enumerate(("first", "second")):
+        site.contest.runs(name, "a", f"gpu-{number}", metadata={"labels": {"app": "web"}})
+    site.contest.search(selector=FULL, count=2, status=REFUSED)
+    budget = {"selector": {"matchLabels": {"app": "web"}}}
+    healthy = {"currentHealthy": 2, "desiredHealthy": 2 - spare}
+    site.api.store(f"{BUDGETS}/web", metadata={"name": "web"}, spec=budget, status=healthy)
+    site.turn(policy("notebooks", **ACTIVE))
+    assert site.api.evicted == evicted
+    gpus = {PoolDevice(f"a-{DRIVER}", f"gpu-{number}") for number in range(2)}
+    assert site.reserved.kept.keys() == (gpus if evicted else set())
+
+
+def test_a_victim_counts_against_the_budget_of_its_own_policy(site: Site) -> None:
+    site.turn(policy("notebooks", **ACTIVE))
+    recent = RecentEvictions(site.api.server.client(), "tessera")
+    recent.refresh()
+    assert (recent.of_policy("notebooks"), recent.of_policy("others")) == (1, 0)
