@@ -44,20 +44,25 @@ spec:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """A node with one H100, and a controller."""
+    """A node with one H100."""
     with control_plane("preempt") as running:
         install(running, ANY_SIZE)
         running.api.post("/apis/scheduling.k8s.io/v1/priorityclasses", {"metadata": {"name": "serving"}, "value": 10})
-        controller = ControllerProcess(running)
         with plugins(running, ["one"], PluginFlags(gpus="sim:h100-1")):
-            controller.start()
             yield running
-            controller.stop()
-        assert controller.refused() == []
+
+
+@pytest.fixture(scope="module")
+def controller(cluster: Cluster) -> Iterator[ControllerProcess]:
+    process = ControllerProcess(cluster)
+    process.start()
+    yield process
+    process.stop()
+    assert process.refused() == []
 
 
 @pytest.fixture
-def waiting(cluster: Cluster) -> Iterator[Cluster]:
+def waiting(cluster: Cluster, controller: ControllerProcess) -> Iterator[Cluster]:
     """A notebook of a ReplicaSet has the only GPU; pod ``train`` of a higher priority waits for it."""
     api = cluster.api
     api.post(f"{DRA}/resourceclaimtemplates", {"metadata": {"name": "full"}, "spec": {"spec": FULL}})
@@ -153,8 +158,11 @@ def test_the_pod_is_bound_after_the_victims_that_are_named_have_ended(waiting: C
     wait_for(lambda: api.get(f"{CORE}/pods/train")["spec"].get("nodeName"), SOON_S, "the waiting pod is bound")
 
 
-def test_in_the_mode_active_the_notebook_is_evicted_and_the_waiting_pod_gets_its_gpu(waiting: Cluster) -> None:
-    """Though the next notebook, and other pods of a lower priority, would take the GPU at once."""
+@pytest.mark.parametrize("is_killed", [False, True], ids=["", "the controller is killed meanwhile"])
+def test_in_the_mode_active_the_notebook_is_evicted_and_the_waiting_pod_gets_its_gpu(
+    waiting: Cluster, controller: ControllerProcess, is_killed: bool
+) -> None:
+    """Though the next notebook, and another pod of its priority, would take the GPU at once."""
     api = waiting.api
     api.post(f"{CORE}/pods", busybox_pod("rival", resourceClaims=CLAIMS))
     [notebook] = pods(waiting, "notebook")
@@ -162,20 +170,20 @@ def test_in_the_mode_active_the_notebook_is_evicted_and_the_waiting_pod_gets_its
     policy["spec"]["mode"] = "Active"
     api.post(POLICIES, policy)
     wait_for(lambda: deletion_of(waiting, notebook), SOON_S, "the notebook is evicted")
-    fence = api.get("/api/v1/namespaces/tessera/configmaps/tessera-fence")
     claim = api.get(f"{CORE}/pods/train")["status"]["resourceClaimStatuses"][0]["resourceClaimName"]
     uid = api.get(f"{DRA}/resourceclaims/{claim}")["metadata"]["uid"]
-    assert f"gpu-0={uid}" in " ".join(fence["data"].values())
-    api.request(
-        "DELETE", f"{CORE}/pods/{notebook['metadata']['name']}", {"gracePeriodSeconds": 0}
-    )  # no kubelet ends it
+    assert f"gpu-0={uid}" in fenced(waiting)
+    if is_killed:
+        controller.kill()
+    end(waiting, notebook["metadata"]["name"])
+    if is_killed:
+        controller.start()
     wait_for(lambda: api.get(f"{CORE}/pods/train")["spec"].get("nodeName"), SOON_S, "the waiting pod is bound")
-    wait_for(lambda: "=" not in " ".join(fenced(waiting).values()), SOON_S, "the reservation ends")
-    assert not [
-        pod for pod in [*pods(waiting, "notebook"), api.get(f"{CORE}/pods/rival")] if pod["spec"].get("nodeName")
-    ]
+    wait_for(lambda: "=" not in fenced(waiting), SOON_S, "the reservation ends")
+    others = [*pods(waiting, "notebook"), api.get(f"{CORE}/pods/rival")]
+    assert not [pod["metadata"]["name"] for pod in others if pod["spec"].get("nodeName")]
     told = {event["reason"] for event in events_about(waiting, notebook["metadata"]["name"])}
-    assert "PreemptedFor" in told
+    assert is_killed or "PreemptedFor" in told
 
 
 def deletion_of(cluster: Cluster, pod: dict[str, Any]) -> str | None:
@@ -183,8 +191,10 @@ def deletion_of(cluster: Cluster, pod: dict[str, Any]) -> str | None:
     return present[0]["metadata"].get("deletionTimestamp") if present else "gone"
 
 
-def fenced(cluster: Cluster) -> dict[str, str]:
-    return dict(cluster.api.get("/api/v1/namespaces/tessera/configmaps/tessera-fence").get("data") or {})
+def fenced(cluster: Cluster) -> str:
+    """All entries of the fence."""
+    fence = cluster.api.get("/api/v1/namespaces/tessera/configmaps/tessera-fence")
+    return " ".join((fence.get("data") or {}).values())
 
 
 def events_about(cluster: Cluster, pod: str) -> list[dict[str, Any]]:
