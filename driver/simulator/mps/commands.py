@@ -57,6 +57,14 @@ def _start_server(daemon: ControlDaemon, option: str, uid: str) -> str:
     return ""
 
 
+def _shutdown_server(daemon: ControlDaemon, pid: str, option: str = "") -> str:
+    server = _server(daemon, pid)
+    if option != "-f" and clients_of(daemon.settings.node, server.pid):
+        raise Refusal(f"Server {pid} has active clients")
+    daemon.stop_server(server)
+    return ""
+
+
 def _set_default_threads(daemon: ControlDaemon, value: str) -> str:
     daemon.defaults.threads = percentage(value)
     return ""
@@ -100,6 +108,7 @@ INTERACTIVE: Mapping[str, Any] = {
     "get_server_status": lambda daemon, pid: "Active" if _server(daemon, pid) else "",
     "get_client_list": _clients,
     "start_server": _start_server,
+    "shutdown_server": _shutdown_server,
     "set_default_active_thread_percentage": _set_default_threads,
     "get_default_active_thread_percentage": lambda daemon: str(daemon.defaults.threads),
     "set_active_thread_percentage": _set_threads,

@@ -26,7 +26,7 @@ PROTOCOL_3_SINCE = 615
 DEFAULT_DIRECTORY = "/tmp/nvidia-mps"  # noqa: S108 - NVIDIA's default
 
 USAGE = "usage: nvidia-cuda-mps-control [-d | -f] [-M] [-p 2|3] [-a FILE] [-q] [module verb ...]"
-NO_DAEMON = "Cannot find MPS control daemon process"
+NO_DAEMON, ENDED = "Cannot find MPS control daemon process", "the daemon has ended"
 
 
 class Invocation(NamedTuple):
@@ -86,7 +86,20 @@ def run(program: str, arguments: Sequence[str], environment: Mapping[str, str]) 
     else:
         for line in sys.stdin:
             if line.strip():
-                say(ask(pipe, {"command": line.strip()})["output"])
+                say(interactive(pipe, line.strip()))
+
+
+def interactive(pipe: Path, command: str) -> str:
+    """The answer to a command of protocol 2, a refusal included: only without a daemon the program fails.
+
+    Raises Refusal.
+    """
+    try:
+        return str(ask(pipe, {"command": command})["output"])
+    except Refusal as refusal:
+        if str(refusal) in (NO_DAEMON, ENDED):
+            raise
+        return str(refusal)
 
 
 def start(node: Path, pipe: Path, invocation: Invocation, environment: Mapping[str, str], driver: int) -> None:
@@ -142,7 +155,7 @@ def ask(pipe: Path, request: dict[str, Any]) -> dict[str, Any]:
             raise Refusal(NO_DAEMON)
         connection.sendall(json.dumps(request).encode() + b"\n")
         with connection.makefile() as file:
-            answer: dict[str, Any] = json.loads(file.readline() or '{"error": "the daemon has ended"}')
+            answer: dict[str, Any] = json.loads(file.readline() or json.dumps({"error": ENDED}))
     if "cuda" in answer:
         raise CudaError(answer["cuda"])
     if "error" in answer:
