@@ -7,7 +7,7 @@ import select
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,9 +24,9 @@ from driver.model.offer import SHARED, Spot
 from driver.model.shared_memory import GIB, SharingStrategy
 from kubelet_plugin.acceptance.cuda_program import ProgramReport
 from kubelet_plugin.acceptance.tested_gpu import StepSkipped, TestedGpu
-from kubelet_plugin.mps.client import CUDA, MpsAccess, cuda_library, namespace_of
+from kubelet_plugin.mps.client import CUDA, MpsAccess, cuda_library, lost_gpus, namespace_of
 from kubelet_plugin.mps.control_tool import PIPE_DIRECTORY, PROGRAM
-from kubelet_plugin.mps.protocol import NAMESPACES, SERVER, DaemonState
+from kubelet_plugin.mps.protocol import LEGACY, NAMESPACES, SERVER, DaemonState
 
 CLAIMED_GIB, CLAIMED_THREADS = 2, 50
 """What the step's claim has of the GPU; a context alone takes half a GiB."""
@@ -34,10 +34,8 @@ CLAIMED_GIB, CLAIMED_THREADS = 2, 50
 REPORT_TIMEOUT_SECONDS, COMMAND_TIMEOUT_SECONDS = 30.0, 10.0
 """A client waits for another user's to end where the daemon serves one user only."""
 
-QUIT = ("quit", "-q")
-"""The command that ends a daemon, by protocol."""
-
-QUIT_TIMEOUT_SECONDS, CHECK_INTERVAL_SECONDS = 5.0, 0.1
+END_TIMEOUT_SECONDS, CHECK_INTERVAL_SECONDS = 2.0, 0.1
+"""A daemon or server that a command ends may go on for a moment."""
 
 ROOT, NOBODY = 0, 65534
 
@@ -46,6 +44,7 @@ NO_DAEMON = "/nonexistent"
 
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 SHOWN_CHARACTERS = 80
+CAN_NOT_RUN = "a program with CUDA can't be run"
 REPORT = msgspec.json.Decoder(ProgramReport)
 
 
@@ -61,14 +60,12 @@ def shared_by_mps(tested: TestedGpu) -> str:
             raise HardwareError(f"the compute mode is {mode_now.name} after it was set to EXCLUSIVE_PROCESS")
         tenant, daemon = Tenant(gpu, _cuda(tested), _program(tested), access), mps.daemon(gpu)
         texts = [f"MPS protocol {daemon.protocol}", *_programs(tenant, daemon)]
-        daemon = mps.daemon(gpu)  # with the server that the first program started
-        accepted = _accepted_commands(tenant, daemon, namespace_of(share_id))
-        texts.append(f"a container's socket accepts {', '.join(accepted) or 'no command'}")
-        if any(command.startswith(QUIT) for command in accepted):
-            wait_until(QUIT_TIMEOUT_SECONDS, lambda: mps.daemon(gpu).pid != daemon.pid, CHECK_INTERVAL_SECONDS)
-        if mps.daemon(gpu).pid != daemon.pid:
-            raise HardwareError(f"{texts[-1]}: it ended the MPS control daemon of the GPU")
-        _check_still_limited(tenant, texts[-1])
+        daemon, limits = mps.daemon(gpu), tenant.limits_of_new_servers(daemon.protocol)
+        texts.append(f"a container's socket answers {_answers(tenant, daemon, namespace_of(share_id))}")
+        try:
+            _check_unharmed(tenant, daemon, limits, lambda: mps.daemon(gpu))
+        except HardwareError as error:
+            raise HardwareError(f"{texts[-1]}: afterwards {error}") from error
     return "; ".join(texts)
 
 
@@ -131,6 +128,8 @@ class Tenant:
                 env=self._environment(pipe or f"/proc/self/fd/{directory}", variables),
                 pass_fds=[directory],
             )
+        except OSError as error:
+            raise HardwareError(f"{CAN_NOT_RUN}: {error}") from error
         finally:
             os.close(directory)
         try:
@@ -142,23 +141,32 @@ class Tenant:
                 process.kill()
                 process.communicate()
 
-    def command(self, *words: str, commands: str = "") -> tuple[bool, str]:
-        """Send a command to the socket in the claim's directory. Return whether it is accepted, and the answer."""
+    def limits_of_new_servers(self, protocol: int) -> str:
+        """With protocol 2 the limits that the daemon gives to servers which start later, from its privileged socket."""
+        commands = f"get_default_device_pinned_mem_limit {self.gpu.uuid}\nget_default_active_thread_percentage\n"
+        return self.command(commands=commands, pipe=self.access.container_path) if protocol == LEGACY else ""
+
+    def command(self, *words: str, commands: str = "", pipe: str = "") -> str:
+        """Send a command to the socket in ``pipe``, by default the claim's directory; return the answer.
+
+        Protocol 2 has no other sign of a refusal than its text.
+        """
         try:
             process = subprocess.run(
                 [self.program, *words],
                 input=commands.encode(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=self._environment(self.access.host_path),
+                env=self._environment(pipe or self.access.host_path),
                 check=False,
                 timeout=COMMAND_TIMEOUT_SECONDS,
             )
         except subprocess.TimeoutExpired:
-            return False, "no answer"
+            return "no answer"
         except OSError as error:
             raise HardwareError(f"{self.program}: {error}") from error
-        return process.returncode == 0, " ".join(process.stdout.decode(errors="replace").split())[:SHOWN_CHARACTERS]
+        text = " ".join(process.stdout.decode(errors="replace").split())[:SHOWN_CHARACTERS] or "no text"
+        return f"{text} (status {process.returncode})" if process.returncode else text
 
     def _environment(self, pipe: str, variables: Mapping[str, str] | None = None) -> Mapping[str, str]:
         library = {} if Path(self.driver).is_dir() else {"LD_PRELOAD": self.driver}
@@ -172,12 +180,13 @@ def _report(process: subprocess.Popen[bytes]) -> ProgramReport:
     assert process.stdout is not None  # noqa: S101 - for mypy
     answered, _, _ = select.select([process.stdout], [], [], REPORT_TIMEOUT_SECONDS)
     line = process.stdout.readline() if answered else b""
-    if not line:
+    try:
+        return REPORT.decode(line)
+    except msgspec.DecodeError as error:
         process.kill()
         _, complaint = process.communicate()
-        why = " ".join(complaint.decode(errors="replace").split()[-30:]) if answered else "no answer"
-        raise HardwareError(f"a program with CUDA can't be run: {why or f'status {process.returncode}'}")
-    return REPORT.decode(line)
+        why = " ".join((line + complaint).decode(errors="replace").split()[-30:]) if answered else "no answer"
+        raise HardwareError(f"{CAN_NOT_RUN}: {why or f'status {process.returncode}'}") from error
 
 
 def _programs(tenant: Tenant, daemon: DaemonState) -> Sequence[str]:
@@ -209,12 +218,13 @@ def _check_limited(report: ProgramReport) -> None:
         raise HardwareError(f"a program of a claim of {CLAIMED_GIB} GiB gets as much beside its context: {answer}")
 
 
-def _accepted_commands(tenant: Tenant, daemon: DaemonState, namespace: str) -> Sequence[str]:
-    """The commands that the socket accepts which a claim's containers have, each with its answer."""
+def _answers(tenant: Tenant, daemon: DaemonState, namespace: str) -> str:
+    """The answers of the socket that a claim's containers have, to commands that would harm other claims, too."""
     whole_memory = f"{tenant.gpu.memory_bytes >> 20}M"
+    commands: dict[str, list[str]] = {}
     if daemon.protocol == NAMESPACES:
         of_server, limit = f"--server={SERVER}", f"--pinned-memory-limit={whole_memory}"
-        words = [
+        for words in (
             ("server", "list"),
             ("namespace", "list", of_server),
             ("namespace", "create", "tenant", of_server),
@@ -223,27 +233,33 @@ def _accepted_commands(tenant: Tenant, daemon: DaemonState, namespace: str) -> S
             ("namespace", "delete", namespace, of_server),
             ("server", "delete", SERVER),
             ("-q",),
-        ]
-        answers = {" ".join(command): tenant.command(*command) for command in words}
+        ):
+            commands.setdefault(tenant.command(*words), []).append(" ".join(words[:2]))
     else:
-        lines = [
+        for line in (
             "get_server_list",
             f"get_default_device_pinned_mem_limit {tenant.gpu.uuid}",
+            *(f"get_client_list {pid}" for pid in daemon.servers),
             f"set_default_device_pinned_mem_limit {tenant.gpu.uuid} {whole_memory}",
             "set_default_active_thread_percentage 100",
             *(f"set_device_pinned_mem_limit {pid} {tenant.gpu.uuid} {whole_memory}" for pid in daemon.servers),
-            *(f"get_client_list {pid}" for pid in daemon.servers),
             f"start_server -uid {NOBODY}",
+            *(f"shutdown_server {pid} -f" for pid in daemon.servers),
             "quit",
-        ]
-        answers = {line: tenant.command(commands=f"{line}\n") for line in lines}
-    return [f"{command} ({text or 'no text'})" for command, (is_accepted, text) in answers.items() if is_accepted]
+        ):
+            commands.setdefault(tenant.command(commands=f"{line}\n"), []).append(line.split()[0])
+    return "; ".join(f"{answer!r} to {', '.join(names)}" for answer, names in commands.items())
 
 
-def _check_still_limited(tenant: Tenant, done: str) -> None:
-    """Raises HardwareError: a program that drops its container's variables has more than the claim."""
-    with tenant.running(variables={}) as report:
-        try:
-            _check_limited(report)
-        except HardwareError as error:
-            raise HardwareError(f"{done}: afterwards {error}") from error
+def _check_unharmed(tenant: Tenant, daemon: DaemonState, limits: str, state: Callable[[], DaemonState]) -> None:
+    """Raises HardwareError: since ``daemon`` and ``limits`` were read, something has ended or a limit was raised."""
+
+    def lost() -> str:
+        return lost_gpus([daemon], [state()]).get(daemon.gpu, "")
+
+    if wait_until(END_TIMEOUT_SECONDS, lambda: bool(lost()), CHECK_INTERVAL_SECONDS):
+        raise HardwareError(lost())
+    if (limits_now := tenant.limits_of_new_servers(daemon.protocol)) != limits:
+        raise HardwareError(f"new MPS servers have the limits {limits_now}, not {limits}")
+    with tenant.running(variables={}) as report:  # as one that drops its container's variables
+        _check_limited(report)

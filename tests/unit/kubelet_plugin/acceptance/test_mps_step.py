@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -47,11 +48,14 @@ def test_programs_get_the_memory_of_their_claim_and_nothing_beside_mps(process: 
     assert nothing_left(process, node)
 
 
-def test_the_commands_that_a_containers_socket_accepts_are_named(process: MpsProcess) -> None:
+def test_what_a_containers_socket_answers_is_shown(process: MpsProcess) -> None:
     step = mps_step(acceptance(process))
-    listing = "get_server_list (" if "protocol 2" in step.detail else "server list (NAME"
-    assert f"a container's socket accepts {listing}" in step.detail
-    assert "quit" not in step.detail
+    if "protocol 2" in step.detail:
+        assert "'2G' to get_default_device_pinned_mem_limit" in step.detail
+        assert "start_server, shutdown_server, quit" in step.detail.rpartition("'Permission denied' to ")[2]
+    else:
+        assert "a container's socket answers 'NAME UID" in step.detail
+        assert "server delete, -q" in step.detail.rpartition("'Permission denied (status 1)' to ")[2]
 
 
 OPEN_SOCKET = """
@@ -67,11 +71,23 @@ if pipe != os.environ["CUDA_MPS_PIPE_DIRECTORY"]:
 """Leads commands to a container's socket to the privileged one, but for those that are refused."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("refused", "failure"),
     [
-        ("nothing", "it ended the MPS control daemon of the GPU"),
-        ("quit|-q|.* delete", "afterwards a program of a claim of 2 GiB has 81"),
+        pytest.param("shutdown|.* delete", r"afterwards MPS control daemon \d+ has ended", id="the end of the daemon"),
+        pytest.param("quit|-q", r"afterwards MPS server \d+ has ended", id="the end of a server"),
+        pytest.param(
+            "quit|-q|shutdown|server d|namespace s",
+            "afterwards (.*: No such file|new MPS servers)",
+            id="the end of a limit",
+        ),
+        pytest.param("quit|-q|shutdown|.* delete|set_default", "afterwards a program of .* has 81", id="another limit"),
+        pytest.param(
+            "quit|-q|shutdown|.* delete|set_device|set_.*threads",
+            "afterwards (new MPS servers have the limits 81559M 100.0, not 2G 50.0|a program of .* has 81)",
+            id="another limit for later servers",
+        ),
     ],
 )
 def test_a_socket_that_accepts_commands_which_harm_other_claims_fails(
@@ -82,7 +98,7 @@ def test_a_socket_that_accepts_commands_which_harm_other_claims_fails(
     program.write_text(interpreter + OPEN_SOCKET.format(refused=refused) + script)
     step = mps_step(node)
     assert step.state is StepState.FAILED
-    assert failure in step.detail
+    assert re.search(failure, step.detail), step.detail
     assert nothing_left(process, node)
 
 
@@ -104,11 +120,22 @@ def test_without_an_mps_pod_the_step_fails_and_says_so(process: MpsProcess) -> N
     assert "no MPS daemon pod answers on this node" in step.detail
 
 
-def test_a_program_that_cannot_run_fails(process: MpsProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("executable", "reason"),
+    [
+        ("/usr/bin/false", "status 1"),
+        ("/nonexistent", "[Errno 2] No such file or directory: '/nonexistent'"),
+        ("/usr/bin/echo", "-m kubelet_plugin.acceptance.cuda_program "),
+    ],
+)
+def test_a_program_that_cannot_run_fails(
+    process: MpsProcess, monkeypatch: pytest.MonkeyPatch, executable: str, reason: str
+) -> None:
     node = acceptance(process)
-    python = SimpleNamespace(executable="/usr/bin/false")
+    python = SimpleNamespace(executable=executable)
     monkeypatch.setattr("kubelet_plugin.acceptance.mps_step.sys", python)
     step = mps_step(node)
     assert step.state is StepState.FAILED
-    assert "a program with CUDA can't be run: status 1" in step.detail
+    assert f"a program with CUDA can't be run: {reason}" in step.detail
     assert nothing_left(process, node)
