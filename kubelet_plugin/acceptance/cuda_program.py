@@ -32,11 +32,13 @@ PR_SET_DUMPABLE = 4
 
 
 class ProgramReport(msgspec.Struct, frozen=True):
-    """``error``: why there is no context. ``free``, ``total``: bytes that CUDA shows beside the context.
+    """``no_user``: why the process can't be USER's; then it has attempted nothing. ``error``: why there is no context.
 
-    ``refusal``: the answer to the allocation; "": it was granted.
+    ``free``, ``total``: bytes that CUDA shows beside the context. ``refusal``: the answer to the allocation; "": it was
+    granted.
     """
 
+    no_user: str = ""
     error: str = ""
     free: int = 0
     total: int = 0
@@ -116,22 +118,26 @@ def attempt(cuda: Cuda, size: int) -> ProgramReport:
         cuda.create_context()
         free, total = cuda.memory()
     except HardwareError as error:
-        return ProgramReport(str(error))
+        return ProgramReport(error=str(error))
     try:
         cuda.allocate(size)
     except HardwareError as error:
-        return ProgramReport("", free, total, str(error))
-    return ProgramReport("", free, total)
+        return ProgramReport(free=free, total=total, refusal=str(error))
+    return ProgramReport(free=free, total=total)
 
 
 def main(driver: str, gpu: str, size: str, user: str) -> None:
     try:
         cuda = open_cuda(driver, gpu)
+    except HardwareError as error:
+        sys.exit(f"{error}")
+    try:
         if int(user) != os.getuid():
             become(int(user))
-    except (HardwareError, OSError) as error:
-        sys.exit(f"{error}")
-    report = attempt(cuda, int(size))
+    except OSError as error:
+        report = ProgramReport(no_user=f"{error.strerror}")
+    else:
+        report = attempt(cuda, int(size))
     sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
     sys.stdout.flush()
     sys.stdin.read()

@@ -199,8 +199,11 @@ def _programs(tenant: Tenant, daemon: DaemonState) -> Sequence[str]:
         other = "one user at a time"
         if daemon.multi_user:
             with tenant.running(NOBODY) as second:
-                _check_limited(second)
-            other = f"user {NOBODY} has the same at the same time"
+                if second.no_user:
+                    other = f"user {NOBODY} was not tried ({second.no_user})"
+                else:
+                    _check_limited(second)
+                    other = f"user {NOBODY} has the same at the same time"
     return (
         f"a program has {first.free >> 20} MiB free of {first.total >> 20}, more is refused ({first.refusal})",
         other,

@@ -9,6 +9,7 @@ from typing import Any
 
 from driver.errors import ApiError
 from tests.harness.cluster import Cluster
+from tests.harness.node import NodeError
 from tests.harness.waiting import wait_for
 from tests.image.build import Built, ensure_image
 from tests.support.chart import CHART, RELEASE, rendered
@@ -113,7 +114,10 @@ class Release:
 
     def run(self, pod: dict[str, Any], *command: str) -> str:
         """What the command prints in the pod's container; raises NodeError if it fails."""
-        return self.cluster.node(pod["spec"]["nodeName"]).exec(HERE, pod["metadata"]["name"], command)
+        name, node = pod["metadata"]["name"], pod["spec"].get("nodeName")
+        if node is None:
+            raise NodeError(f"pod {name} has no node yet")
+        return self.cluster.node(node).exec(HERE, name, command)
 
     def gpus(self, node: str) -> list[dict[str, Any]]:
         """The node's simulated GPUs as they are now, as ``tessera sim smi -o json`` tells it in the plugin's pod."""
