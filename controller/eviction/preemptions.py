@@ -23,10 +23,10 @@ from controller.eviction.evictor import Evictor, Outcome, Trigger, pod_reference
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, parse_policy, read_policies
 from controller.eviction.preemption import Preemption, RunningPods
 from controller.eviction.preemption_preview import Preview, preview_of, read_running
-from driver.errors import NOT_FOUND, ApiError, UsageError
+from driver.errors import NOT_FOUND, ApiError, UsageError, accepted_status
 from driver.kube.client import KubeClient
 from driver.kube.events import Recorder, Type
-from driver.kube.get_and_list import find_pod
+from driver.kube.get_and_list import find_pod, read_claim
 from driver.kube.types import Key, Pod, Reference
 from driver.kube.work_loop import Loop
 from driver.model.plan import API_VERSION
@@ -253,13 +253,15 @@ class Preemptions:
         return None if self._still_waits(chosen.pod) else "the pod does not wait any more"
 
     def _still_waits(self, pod: Pod) -> bool:
+        """Whether the API server has no devices for ``pod`` yet. Raises ApiError."""
         present = find_pod(self._client, pod.metadata.key)
-        return (
-            present is not None
-            and present.metadata.uid == pod.metadata.uid
-            and present.metadata.deletion_timestamp is None
-            and not present.spec.node_name
-        )
+        if present is None or present.metadata.uid != pod.metadata.uid or present.spec.node_name:
+            return False
+        with accepted_status(NOT_FOUND):
+            claims = [read_claim(self._client, *key) for key in present.claims]
+            is_allocated = all(claim.status.allocation is not None for claim in claims)
+            return present.metadata.deletion_timestamp is None and not is_allocated
+        return False
 
     def _gpus_of(self, chosen: ChosenVictims, queue: Queue) -> list[PoolDevice]:
         """The GPUs of the victims; for a pod that needs several devices the unheld ones of the node, too."""

@@ -272,6 +272,7 @@ def test_a_reservation_ends(site: Site, end: str) -> None:
         pytest.param({}, "the API server refuses an eviction", id="refused"),
         pytest.param({}, "the fence, which would reserve their devices, is not in force", id="no fence"),
         pytest.param({}, "the pod does not wait any more", id="bound"),
+        pytest.param({}, "the pod does not wait any more", id="allocated"),
         pytest.param({}, "the owner of the waiting pod has lost a pod in this way", id="cascade"),
     ],
 )
@@ -294,6 +295,9 @@ def test_what_prevents_evictions_is_said_on_the_policy(
     site.turn()
     if case == "bound":
         site.api.folder("/api/v1/namespaces/default/pods")["pod-of-claim"]["spec"]["nodeName"] = "b"
+    if case == "allocated":
+        claim = site.api.folder("/apis/resource.k8s.io/v1/namespaces/default/resourceclaims")["claim"]
+        claim["status"] = {"allocation": {"devices": {"results": []}}}
     site.api.store(f"{PATH}/notebooks", metadata={"name": "notebooks", "uid": "p"}, spec={**ACTIVE, **spec})
     site.preemptions.turn()
     eventually(site.told, "an Event is written")
