@@ -75,7 +75,7 @@ def documents() -> Iterator[tuple[str, Any]]:
             yield file, json.loads((Path(name) / file).read_text())
     yield "plan-spec.json", msgspec.to_builtins(SPEC)
     yield "plan-status.json", msgspec.to_builtins(STATUS)
-    crd = next(item for item in rendered() if item["kind"] == "CustomResourceDefinition")
+    crd = next(item for item in rendered() if item["metadata"]["name"] == "gpunodeplans.gpu.tessera.dev")
     yield "crd.json", crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 
 
