@@ -122,6 +122,7 @@ class Fence:
         Raises ApiError; then it must be called again before any other method.
         """
         self.fenced.load()
+        self._canary.deallocate()
         self.lift(offered)
 
     def end(self) -> None:

@@ -59,8 +59,16 @@ class Canary:
         """
         result = {"request": "canary", "driver": CANARY_DRIVER, "pool": CANARY, "device": CANARY}
         self.touch()
-        for status in ({"allocation": {"devices": {"results": [result]}}}, {}):
-            self._client.replace(f"{self._path}/status", {**self._object, "status": status})
+        self._replace_status({"allocation": {"devices": {"results": [result]}}})
+        self.deallocate()
+
+    def deallocate(self) -> None:
+        """Undo what a kill has left of ``wake_parked_pods``: dry runs would show nothing any more. Raises ApiError."""
+        with accepted_status(NOT_FOUND):
+            self._replace_status({})
+
+    def _replace_status(self, status: Object) -> None:
+        self._client.replace(f"{self._path}/status", {**self._object, "status": status})
 
     def _dry_run(self, body: Object) -> None:
         with accepted_status(NOT_FOUND):

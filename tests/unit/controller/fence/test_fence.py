@@ -136,6 +136,17 @@ def test_nothing_is_reserved_where_the_policy_is_missing(api: FencedApi, claims:
     assert api.fenced() - {PoolDevice(POOL, "")} == set()
 
 
+def test_a_canary_that_a_killed_leader_left_allocated_is_deallocated(api: FencedApi, claims: ClaimsCache) -> None:
+    """Else no dry run would show that the fence is in force."""
+    fence = fence_of(api, claims)
+    fence.wake_parked_pods()
+    canary = api.folder("/apis/resource.k8s.io/v1/namespaces/tessera/resourceclaims")["tessera-canary"]
+    canary["status"] = {"allocation": {"devices": {"results": [{"pool": "tessera-canary", "device": "x"}]}}}
+    assert not fence.take_back([A]).in_force
+    fence.start([])
+    assert fence.take_back([B]).in_force
+
+
 def test_to_wake_parked_pods_leaves_the_canary_unallocated(api: FencedApi, claims: ClaimsCache) -> None:
     fence_of(api, claims).wake_parked_pods()
     canary = api.folder("/apis/resource.k8s.io/v1/namespaces/tessera/resourceclaims")["tessera-canary"]
