@@ -21,7 +21,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize(
-    ("count", "number"), [pytest.param(200, 1, id="200"), pytest.param(1800, 2, id="1800", marks=pytest.mark.slow)]
+    ("count", "number"), [pytest.param(80, 1, id="80"), pytest.param(1920, 2, id="1920", marks=pytest.mark.slow)]
 )
 def test_what_is_said_is_true_when_it_is_done(cluster: Cluster, count: int, number: int) -> None:
     false, summary = check(cluster, count, number)

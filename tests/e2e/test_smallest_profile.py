@@ -27,7 +27,7 @@ from tests.support.plugin import DRIVER
 from tests.support.podgen import Case
 from tests.support.twin_fleets import CURATED, TwinFleets, twin_fleets
 
-pytestmark = [pytest.mark.cluster, pytest.mark.core, pytest.mark.needs("shared counters")]
+pytestmark = [pytest.mark.cluster, pytest.mark.needs("shared counters")]
 
 REPLICAS = 12
 QUICK = 20
