@@ -81,7 +81,9 @@ class OverdueClaims:
         now = self._clock()
         waiting = (pending for pending in queue.pending if pending.key not in queue.gangs_without_room)
         unsatisfied = {
-            pending.key: pending for pending in waiting if lacks_devices(pending) and queue.satisfiable(pending)
+            pending.key: pending
+            for pending in waiting
+            if any(pod.lacks_devices for pod in pending.pods) and queue.satisfiable(pending)
         }
         self._remember(queue, unsatisfied, now)
         overdue = [pending for pending in unsatisfied.values() if self._overdue_seconds(pending, now) >= 0]
@@ -122,11 +124,6 @@ class OverdueClaims:
         while at >= wide + pause:
             at, pause = at - wide - pause, min(2 * pause, MAX_PAUSE_SECONDS)
         return groups[int(at / TURN_SECONDS) % len(groups)] if at < wide and groups else frozenset()
-
-
-def lacks_devices(pending: PendingClaim) -> bool:
-    """Whether the scheduler reported a lack of devices for one of its pods."""
-    return any(condition.lacks_devices for pod in pending.pods for condition in pod.status.conditions)
 
 
 def _groups(queue: Queue, pending: PendingClaim) -> list[Nodes]:

@@ -86,6 +86,11 @@ class RunningPods:
             if pod is not None and pod.metadata.uid == consumer.uid:
                 yield pod
 
+    def of_units(self, units: Iterable[VictimUnit]) -> list[Pod]:
+        """The pods of ``units``, by namespace and name."""
+        keys = (Key(*name.split("/")) for unit in units for name in unit.pods)
+        return [self.pods[key] for key in sorted(keys)]
+
     def classes(self, pod: Pod) -> frozenset[str]:
         """The DeviceClasses of a pod's claims."""
         claims = (self.claim(str(key)) for key in pod.claims)
@@ -183,7 +188,7 @@ class PreemptionSearch:
         return Preemption(node, self._best_of[node])
 
     def second(self, best: Preemption) -> tuple[str, EvictionCost] | None:
-        """Node and cost of the cheapest set that is found beside ``best``, the last one's result; None: there is none.
+        """Node and cost of the cheapest set that is found next to ``best``, the last one's result; None: there is none.
 
         On its node that is a set without one of its units.
         """

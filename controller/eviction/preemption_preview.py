@@ -15,7 +15,7 @@ from controller.eviction.victim_search import VictimUnit
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.get_and_list import list_claims, read_all
-from driver.kube.types import Key, Node, Pod
+from driver.kube.types import Node, Pod
 
 BOUND = {"fieldSelector": "spec.nodeName!=,status.phase!=Succeeded,status.phase!=Failed"}
 
@@ -75,9 +75,7 @@ def _spare_protected(search: PreemptionSearch, evictor: Evictor, preemption: Pre
 
 def _protection(units: Iterable[VictimUnit], evictor: Evictor, running: RunningPods) -> str | None:
     """Why the pods of ``units`` must not be evicted together, or None."""
-    pods = [running.pods[Key(*name.split("/"))] for unit in units for name in unit.pods]
-    pods.sort(key=lambda pod: pod.metadata.key)
-    for _, of_namespace in groupby(pods, key=lambda pod: pod.metadata.namespace):
+    for _, of_namespace in groupby(running.of_units(units), key=lambda pod: pod.metadata.namespace):
         try:
             protection = evictor.protection(list(of_namespace))
         except ApiError as error:

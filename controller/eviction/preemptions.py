@@ -1,4 +1,4 @@
-"""Evictions for waiting pods of higher priority, as GpuPolicies allow them; in the mode DryRun they are only told.
+"""Evictions for waiting pods of higher priority, as GpuPolicies allow them; the mode DryRun only reports them.
 
 Without a policy that enables preemption, one list of the policies is all that is read. Otherwise a turn reads all pods
 and claims, so pauses grow with the time that a turn takes.
@@ -27,7 +27,7 @@ from driver.errors import NOT_FOUND, ApiError, UsageError, accepted_status
 from driver.kube.client import KubeClient
 from driver.kube.events import Recorder, Type
 from driver.kube.get_and_list import find_pod, read_claim
-from driver.kube.types import Key, Pod, Reference
+from driver.kube.types import Pod, Reference
 from driver.kube.work_loop import Loop
 from driver.model.plan import API_VERSION
 from driver.slices.slice_names import Pool
@@ -111,13 +111,16 @@ class Preemptions:
 
     def turn(self) -> float:
         """Look once. Returns after how many seconds to look again. Raises ApiError."""
-        began, queue = time.monotonic(), self._queue()
-        if queue is None or self._failure() is not None:
+        began, decided = time.monotonic(), self._queue()
+        if decided is None or self._failure() is not None:
             return INTERVAL_SECONDS
+        # What is found out in this thread is not for the controller's next decision to remember.
+        present = decided.feasibility
+        queue = decided.with_feasibility(Feasibility(present.fleet, present.matching, is_hypothetical=True))
         self._end_reservations(queue)
         if reserved := self._reservations.reservations():
             if began >= self._wake_at:
-                self._wake(frozenset[str]().union(*reserved.values()), _apart(queue))
+                self._wake(frozenset[str]().union(*reserved.values()), queue)
             return RESERVED_INTERVAL_SECONDS
         self._wake_at, self._wake_interval = 0.0, RESERVED_INTERVAL_SECONDS
         policies = self._read_policies()
@@ -165,16 +168,15 @@ class Preemptions:
         """Look for victims of the pods that wait; evict those of one. Returns whether there were evictions."""
         enabled = [policy.spec.preemption for policy in policies if policy.spec.preemption.enabled]
         namespaces = {name for rules in enabled for name in rules.by_namespaces}
-        waiting = [pod for pod in queue.pods if pod.metadata.namespace in namespaces and _lacks_devices(pod)]
+        waiting = [pod for pod in queue.pods if pod.metadata.namespace in namespaces and pod.lacks_devices]
         self._counted = {uid: self._counted[uid] for pod in waiting if (uid := pod.metadata.uid) in self._counted}
         if not waiting:
             return False
         waiting.sort(key=lambda pod: (-pod.spec.priority, pod.metadata.creation_timestamp or "", pod.metadata.key))
-        hypothetical = _apart(queue)
         self._evictor.recent.refresh()
         running, by_policy = read_running(self._client), GpuPolicies(policies)
         for pod in waiting[:PODS_PER_TURN]:
-            preview = preview_of(self._client, hypothetical, pod, running, by_policy, self._evictor)
+            preview = preview_of(self._client, queue, pod, running, by_policy, self._evictor)
             if preview.preemption is None or preview.unexamined:
                 self._tell_blocked(preview)
                 continue
@@ -186,8 +188,7 @@ class Preemptions:
         return False
 
     def _chosen(self, pod: Pod, preemption: Preemption, running: RunningPods, policies: GpuPolicies) -> ChosenVictims:
-        names = [name for unit in preemption.victims.units for name in unit.pods]
-        pods = [running.pods[Key(*name.split("/"))] for name in sorted(names)]
+        pods = running.of_units(preemption.victims.units)
         decided = [(victim, policies.of_pod(victim.metadata.namespace, running.classes(victim))) for victim in pods]
         return ChosenVictims(pod, preemption, [(victim, policy) for victim, policy in decided if policy is not None])
 
@@ -286,12 +287,6 @@ class Preemptions:
             self._recorder.event(about, reason, text, level, chosen.pod.metadata.uid, lasting=True)
 
 
-def _apart(queue: Queue) -> Queue:
-    """The queue for this thread, of whose results the controller's next decision remembers nothing."""
-    present = queue.feasibility
-    return queue.with_feasibility(Feasibility(present.fleet, present.matching, is_hypothetical=True))
-
-
 def _described(chosen: ChosenVictims) -> str:
     pod, cost = chosen.pod, chosen.preemption.victims.cost
     names = chosen.names
@@ -308,7 +303,7 @@ def _is_active(chosen: ChosenVictims) -> bool:
 
 
 def _for_contender(chosen: ChosenVictims) -> str:
-    """What the waiting pod is told: names of pods of its own namespace only."""
+    """The message on the waiting pod: names of pods of its own namespace only."""
     namespace = chosen.pod.metadata.namespace
     mine = [victim.metadata.name for victim, _ in chosen.victims if victim.metadata.namespace == namespace]
     others = Counter(victim.metadata.namespace for victim, _ in chosen.victims)
@@ -326,8 +321,3 @@ def _for_victim(chosen: ChosenVictims, victim: Pod) -> str:
 
 def _reference(name: str, uid: str) -> Reference:
     return Reference("GpuPolicy", name, uid=uid, api_version=API_VERSION)
-
-
-def _lacks_devices(pod: Pod) -> bool:
-    """Whether the scheduler has refused the pod for want of devices."""
-    return any(condition.lacks_devices for condition in pod.status.conditions)

@@ -484,6 +484,11 @@ class Pod(Struct, frozen=True):
         return tuple(Key(self.metadata.namespace, name) for name in names if name)
 
     @property
+    def lacks_devices(self) -> bool:
+        """Whether the scheduler has refused it on a node that lacks devices."""
+        return any(condition.lacks_devices for condition in self.status.conditions)
+
+    @property
     def pod_group(self) -> Key | None:
         """The key of its PodGroup, which may not exist: of Volcano's, unless the default scheduler places it."""
         name = "" if self.spec.scheduler_name == DEFAULT_SCHEDULER else self.metadata.annotations.volcano_group

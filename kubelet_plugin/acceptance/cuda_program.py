@@ -34,8 +34,8 @@ PR_SET_DUMPABLE = 4
 class ProgramReport(msgspec.Struct, frozen=True):
     """``no_user``: why the process can't be USER's; then it has attempted nothing. ``error``: why there is no context.
 
-    ``free``, ``total``: bytes that CUDA shows beside the context. ``refusal``: the answer to the allocation; "": it was
-    granted.
+    ``free``, ``total``: bytes that CUDA shows next to the context. ``refusal``: the answer to the allocation; "": it
+    was granted.
     """
 
     no_user: str = ""

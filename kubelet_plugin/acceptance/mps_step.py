@@ -16,7 +16,6 @@ import msgspec
 
 from driver.clock import wait_until
 from driver.errors import HardwareError
-from driver.hardware.host_paths import find_program
 from driver.model.device import Device
 from driver.model.gpu import Gpu
 from driver.model.gpu_settings import ComputeMode
@@ -24,8 +23,8 @@ from driver.model.offer import SHARED, Spot
 from driver.model.shared_memory import GIB, SharingStrategy
 from kubelet_plugin.acceptance.cuda_program import ProgramReport
 from kubelet_plugin.acceptance.tested_gpu import StepSkipped, TestedGpu
-from kubelet_plugin.mps.client import CUDA, MpsAccess, cuda_library, lost_gpus, namespace_of
-from kubelet_plugin.mps.control_tool import PIPE_DIRECTORY, PROGRAM
+from kubelet_plugin.mps.client import CUDA, MpsAccess, control_program, cuda_library, lost_gpus, namespace_of
+from kubelet_plugin.mps.control_tool import PIPE_DIRECTORY
 from kubelet_plugin.mps.protocol import LEGACY, NAMESPACES, SERVER, DaemonState
 
 CLAIMED_GIB, CLAIMED_THREADS = 2, 50
@@ -58,7 +57,8 @@ def shared_by_mps(tested: TestedGpu) -> str:
         [access] = mps.apply(gpu, record).values()
         if (mode_now := tested.host.compute_mode(gpu)) is not ComputeMode.EXCLUSIVE_PROCESS:
             raise HardwareError(f"the compute mode is {mode_now.name} after it was set to EXCLUSIVE_PROCESS")
-        tenant, daemon = Tenant(gpu, _cuda(tested), _program(tested), access), mps.daemon(gpu)
+        tenant = Tenant(gpu, _cuda(tested), control_program(tested.host.driver_root, gpu.uuid), access)
+        daemon = mps.daemon(gpu)
         texts = [f"MPS protocol {daemon.protocol}", *_programs(tenant, daemon)]
         daemon, limits = mps.daemon(gpu), tenant.limits_of_new_servers(daemon.protocol)
         texts.append(f"a container's socket answers {_answers(tenant, daemon, namespace_of(share_id))}")
@@ -83,13 +83,6 @@ def _shared_device(tested: TestedGpu) -> Device:
 def _cuda(tested: TestedGpu) -> str:
     host = tested.host
     return str(host.paths.root) if host.simulated else cuda_library(host.driver_root) or CUDA
-
-
-def _program(tested: TestedGpu) -> str:
-    program = find_program(tested.host.driver_root, PROGRAM)
-    if program is None:
-        raise HardwareError(f"{PROGRAM} does not exist below {tested.host.driver_root}")
-    return str(tested.host.driver_root / program)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +188,7 @@ def _programs(tenant: Tenant, daemon: DaemonState) -> Sequence[str]:
         _check_limited(first)
         with tenant.running(pipe=NO_DAEMON) as outside:
             if not outside.error:
-                raise HardwareError("a program without MPS gets the GPU beside those with it, in EXCLUSIVE_PROCESS")
+                raise HardwareError("a program without MPS gets the GPU next to those with it, in EXCLUSIVE_PROCESS")
         other = "one user at a time"
         if daemon.multi_user:
             with tenant.running(NOBODY) as second:
@@ -218,7 +211,7 @@ def _check_limited(report: ProgramReport) -> None:
         raise HardwareError(f"a program of a claim of {CLAIMED_GIB} GiB has {report.free >> 20} MiB free")
     if OUT_OF_MEMORY not in report.refusal:
         answer = report.refusal or "granted"
-        raise HardwareError(f"a program of a claim of {CLAIMED_GIB} GiB gets as much beside its context: {answer}")
+        raise HardwareError(f"a program of a claim of {CLAIMED_GIB} GiB gets as much next to its context: {answer}")
 
 
 def _answers(tenant: Tenant, daemon: DaemonState, namespace: str) -> str:

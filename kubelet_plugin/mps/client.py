@@ -78,6 +78,17 @@ def cuda_library(driver_root: Path) -> str:
     return next((str(driver_root / path) for _, path in find_libraries(driver_root, [CUDA])), "")
 
 
+def control_program(driver_root: Path, gpu: str) -> str:
+    """The program that starts and commands the daemon of a GPU (UUID). Raises MpsError."""
+    program = find_program(driver_root, PROGRAM)
+    if program is None:
+        raise MpsError(
+            f"{driver_root / PROGRAM_DIRECTORIES[0] / PROGRAM} does not exist: install it with the NVIDIA "
+            f"driver of this node, or share {gpu} by time-slicing"
+        )
+    return str(driver_root / program)
+
+
 def lost_gpus(before: Sequence[DaemonState], now: Sequence[DaemonState]) -> dict[str, str]:
     """The GPUs whose clients have failed between two calls of ``daemons``, and why.
 
@@ -125,16 +136,10 @@ class MpsClient:
         ``mode``: the compute mode that the GPU had before its first claim, to be kept with the daemon. ``uid``: whose
         processes may use it if it has no multi-user server; None: those of the first client's user.
         """
-        program = find_program(self._driver_root, PROGRAM)
-        if program is None:
-            raise MpsError(
-                f"{self._driver_root / PROGRAM_DIRECTORIES[0] / PROGRAM} does not exist: install it with the NVIDIA "
-                f"driver of this node, or share {gpu} by time-slicing"
-            )
         answer = self._ask(
             "start",
             gpu=gpu,
-            program=str(self._driver_root / program),
+            program=control_program(self._driver_root, gpu),
             library=cuda_library(self._driver_root) if self._needs_library else "",
             protocol=protocol,
             uid=uid,

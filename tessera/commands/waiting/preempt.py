@@ -82,7 +82,7 @@ def _of_cluster(client: KubeClient) -> Iterator[GpuPolicy]:
         manifests = list(read_policies(client))
     except ApiError as error:
         if error.status == NOT_FOUND:
-            raise FatalError("the cluster knows no GpuPolicy: install the chart's CustomResourceDefinitions") from error
+            raise FatalError("CustomResourceDefinition gpupolicies is not installed (crd.install)") from error
         raise
     for manifest in manifests:
         yield parse_policy(manifest, f"GpuPolicy {manifest['metadata']['name']}")

@@ -50,8 +50,8 @@ class FencedApi(ObjectApi):
         if not self.policy or route.part != "status" or old.get("status", {}).get("allocation"):
             return None
         results = new.get("status", {}).get("allocation", {}).get("devices", {}).get("results", ())
-        found = [result for result in results if self._is_closed(PoolDevice(result["pool"], result["device"]), new)]
-        return f"ValidatingAdmissionPolicy 'tessera-fence' denied request: {found}" if found else None
+        closed = [result for result in results if self._is_closed(PoolDevice(result["pool"], result["device"]), new)]
+        return f"ValidatingAdmissionPolicy 'tessera-fence' denied request: {closed}" if closed else None
 
     def _is_closed(self, device: PoolDevice, claim: Object) -> bool:
         uid, reserved = claim["metadata"].get("uid"), (entry for entry in self.fenced() if "=" in entry.device)
