@@ -22,6 +22,9 @@ from driver.model.device import is_monitor, is_shared, is_shared_partition
 from driver.model.plan import Held
 from driver.model.shared_memory import gib_of
 
+RESERVED = "="
+"""In an entry of the fence between a whole GPU and the UIDs of the claims for which it is reserved."""
+
 
 class PoolDevice(NamedTuple):
     """A device by the names that an allocation has."""
@@ -31,6 +34,17 @@ class PoolDevice(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.pool}/{self.device}"
+
+
+def reservations_in(fenced: Iterable[PoolDevice]) -> dict[PoolDevice, frozenset[str]]:
+    """The UIDs of the claims for which GPUs are reserved, by entry of the fence."""
+    entries = [entry for entry in fenced if RESERVED in entry.device]
+    return {entry: frozenset(entry.device.partition(RESERVED)[2].split(",")) for entry in entries}
+
+
+def gpu_of(entry: PoolDevice) -> PoolDevice:
+    """The GPU (``gpu-N`` of a pool) that an entry of the fence reserves; the device itself if it reserves none."""
+    return entry._replace(device=entry.device.partition(RESERVED)[0])
 
 
 class WrittenSpec(NamedTuple):

@@ -76,6 +76,7 @@ class ExplainStage:
         situation = Situation(
             queue=seen.queue,
             offered=seen.devices.allocatable(self._fence.fenced.devices),
+            fenced=tuple(self._fence.fenced.devices),
             unpublished=seen.devices.unpublished(seen.snapshot.plans),
             silent=seen.nodes.silent,
             refusing=seen.nodes.refusing,

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 INTERVAL_SECONDS, REST_FACTOR = 10.0, 5.0
 """Between two turns, or this multiple of what a turn took if that is longer."""
 
-RESERVED_INTERVAL_SECONDS = 2.0
+RESERVED_INTERVAL_SECONDS = 0.25
 """Between two turns while there is a reservation."""
 
 RESERVATION_SECONDS = 300.0
@@ -121,7 +121,7 @@ class Preemptions:
         if reserved := self._reservations.reservations():
             if began >= self._wake_at:
                 self._wake(frozenset[str]().union(*reserved.values()), queue)
-            return RESERVED_INTERVAL_SECONDS
+            return max(RESERVED_INTERVAL_SECONDS, REST_FACTOR * (time.monotonic() - began))
         self._wake_at, self._wake_interval = 0.0, RESERVED_INTERVAL_SECONDS
         policies = self._read_policies()
         if policies and self._look(policies, queue):

@@ -156,7 +156,7 @@ class _Sources:
         situation, plan = self.situation, self.situation.plan
         lacking = reason_of(pending, self.lacking, situation.unreported)
         if lacking is not None and not lacking.permanent:
-            lacking = self.holding.with_relations(lacking, self.lacking, situation.lookups)
+            lacking = self.holding.with_relations(lacking, self.lacking, situation)
         reason = (
             lacking
             or self.incomplete.get(pending.key)

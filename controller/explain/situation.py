@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from controller.cluster.claim_index import PoolDevice
+from controller.cluster.claim_index import PoolDevice, gpu_of, reservations_in
 from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
-from controller.demand.pending_claims import Queue
+from controller.demand.pending_claims import PendingClaim, Queue
 from driver.kube.slice_types import DetailedSlice
 from driver.kube.types import Key, Pod
 from driver.model.offer import Offer
@@ -56,6 +57,7 @@ class Situation:
 
     queue               the pending claims and the fleet
     offered             the published devices that can be allocated to new claims, without those known to be fenced
+    fenced              the entries of the fence, as far as they are known
     is_fence_known      whether the fenced devices are known; if not, ``offered`` may have some of them
     unpublished         planned offers of nodes that follow their plans but have not published them yet
     silent              nodes that publish nothing that the scheduler takes, and why
@@ -68,6 +70,7 @@ class Situation:
 
     queue: Queue
     offered: Mapping[Offer, PoolDevice] = field(default_factory=dict)
+    fenced: Collection[PoolDevice] = ()
     is_fence_known: bool = True
     unpublished: Collection[Offer] = ()
     silent: Mapping[str, str] = field(default_factory=dict)
@@ -76,3 +79,12 @@ class Situation:
     plan: DisjointPlan | None = None
     controller_silent: float | None = None
     lookups: Lookups = field(default_factory=Lookups)
+
+    @cached_property
+    def reserved(self) -> Mapping[PoolDevice, frozenset[str]]:
+        """By reserved GPU (``gpu-N`` of a pool) the UIDs of the claims that may be allocated anything of it."""
+        return {gpu_of(entry): claims for entry, claims in reservations_in(self.fenced).items()}
+
+    def reserved_for(self, pending: PendingClaim) -> list[PoolDevice]:
+        """The GPUs that are reserved for a claim."""
+        return sorted(gpu for gpu, claims in self.reserved.items() if pending.claim.metadata.uid in claims)

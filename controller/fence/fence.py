@@ -35,7 +35,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from controller.cluster.cache import ClusterCache
-from controller.cluster.claim_index import PoolDevice
+from controller.cluster.claim_index import RESERVED, PoolDevice, gpu_of, reservations_in
 from controller.fence.fence_probe import Canary
 from controller.fence.fenced_devices import FencedDevices
 from controller.step_names import Observer, Step
@@ -46,9 +46,6 @@ from driver.model.plan import FENCE
 from driver.step_observer import observed, unobserved
 
 log = logging.getLogger(__name__)
-
-RESERVED = "="
-"""In an entry of the fence between a whole GPU and the UIDs of the claims for which it is reserved."""
 
 MIN_FENCED_SECONDS = 15.0
 """Time for which an entry is never replaced by new ones: most decisions are written within milliseconds."""
@@ -166,8 +163,7 @@ class Fence:
 
     def reservations(self) -> dict[PoolDevice, frozenset[str]]:
         """The claims for which GPUs are reserved, by entry of the fence."""
-        entries = [entry for entry in self.fenced.devices if RESERVED in entry.device]
-        return {entry: frozenset(entry.device.partition(RESERVED)[2].split(",")) for entry in entries}
+        return reservations_in(self.fenced.devices)
 
     def wake_parked_pods(self) -> None:
         """Let the scheduler try again the pods that it found no devices for. Raises ApiError."""
@@ -237,7 +233,7 @@ class Fence:
         """
         ends = self._clock.monotonic() + self._settings.probe_s
         while fenced := [device for device in devices if device in self.fenced.devices]:
-            if FENCE in (answer := self._canary.refusal(_device_of(min(fenced)))):
+            if FENCE in (answer := self._canary.refusal(gpu_of(min(fenced)))):
                 break
             if self._clock.monotonic() >= ends:
                 log.error(
@@ -255,8 +251,3 @@ class Fence:
             self.lift(devices)
         except ApiError as error:
             log.warning("offered devices stay fenced for now", extra={"count": len(devices), "error": str(error)})
-
-
-def _device_of(entry: PoolDevice) -> PoolDevice:
-    """A device that ``entry`` closes: it itself, or the GPU that is reserved."""
-    return entry._replace(device=entry.device.partition(RESERVED)[0])

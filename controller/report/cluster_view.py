@@ -98,6 +98,7 @@ class ClusterView:
         return Situation(
             queue=self.queue,
             offered=devices.allocatable(fenced or ()),
+            fenced=fenced or (),
             is_fence_known=fenced is not None,
             unpublished=devices.unpublished(snapshot.plans),
             silent=silent_nodes(snapshot.views, snapshot.incomplete),

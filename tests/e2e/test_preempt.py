@@ -176,6 +176,8 @@ def test_in_the_mode_active_the_notebook_is_evicted_and_the_waiting_pod_gets_its
     claim = api.get(f"{CORE}/pods/train")["status"]["resourceClaimStatuses"][0]["resourceClaimName"]
     uid = api.get(f"{DRA}/resourceclaims/{claim}")["metadata"]["uid"]
     assert f"gpu-0={uid}" in fenced(waiting)
+    reason = run_tessera(waiting, "why", "pod/train").stdout
+    assert "is reserved for it and free once the evicted pods have ended" in " ".join(reason.split())
     if is_killed:
         controller.kill()
     end(waiting, notebook["metadata"]["name"])

@@ -47,6 +47,7 @@ class Watched:
         self.silent: Mapping[str, str] = {}
         self.refusing: Mapping[str, str] = {}
         self.unpublished: tuple[str, ...] = ()
+        self.fenced: tuple[PoolDevice, ...] = ()
         self.reasons()
 
     def reasons(self) -> list[ClaimReason]:
@@ -55,6 +56,7 @@ class Watched:
             queue,
             offered=offers(self.there, *self.standing),
             unpublished=unpublished.keys(),
+            fenced=self.fenced,
             silent=self.silent,
             refusing=self.refusing,
             lookups=self.answers,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from controller.cluster.cache import TEMPLATE_HASH
 from controller.demand.pending_claims import PendingClaim
 from controller.explain.reason import ClaimReason
-from controller.explain.situation import Lookups
+from controller.explain.situation import Lookups, Situation
 from controller.explain.sources.causes_in_pods_and_claims import MAX_LOOKUPS_ONCE, LookedUp
 from controller.explain.sources.no_free_device import Reasoning
 from driver.clock import Clock
@@ -43,11 +43,16 @@ class HoldingPods:
         """``watching``: as for ``ReasonFinder``."""
         self.looked_up = LookedUp(clock, MAX_POD_LOOKUPS if watching else MAX_LOOKUPS_ONCE, POD_INTERVAL_SECONDS)
 
-    def with_relations(self, reason: ClaimReason, reasoning: Reasoning, lookups: Lookups) -> ClaimReason:
+    def with_relations(self, reason: ClaimReason, reasoning: Reasoning, situation: Situation) -> ClaimReason:
         """``reason`` and how the pods that hold the devices relate to the pending one, where that is known."""
         pending = reason.pending
-        holders = self._holders(pending, reasoning.for_claim(pending), lookups)
-        return reason._replace(sentence="; ".join((reason.sentence, *relations(pending.pods[0], holders))))
+        if reserved := situation.reserved_for(pending):
+            names = ", ".join(gpu.device for gpu in reserved)
+            more = [f"{names} of pool {reserved[0].pool} is reserved for it and free once the evicted pods have ended"]
+        else:
+            holders = self._holders(pending, reasoning.for_claim(pending), situation.lookups)
+            more = list(relations(pending.pods[0], holders))
+        return reason._replace(sentence="; ".join((reason.sentence, *more)))
 
     def _holders(self, pending: PendingClaim, reasoning: Reasoning, lookups: Lookups) -> list[HoldingPod]:
         holders = []
@@ -89,5 +94,5 @@ def relations(waiting: Pod, holders: Sequence[HoldingPod]) -> Iterator[str]:
         metadata = least.pod.metadata
         yield (
             f"pod {metadata.key} has one and a lower priority ({least.pod.spec.priority} < {waiting.spec.priority}), "
-            "but Kubernetes does not preempt pods for devices: delete it to make room"
+            "but Kubernetes does not preempt pods for devices: delete it to make room (or see tessera preempt)"
         )

@@ -7,7 +7,7 @@ pool incomplete, waits for something else, or does not run. What it reports itse
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import chain
 from typing import NamedTuple
@@ -70,8 +70,14 @@ class OfferedDevice(NamedTuple):
     device: Device
     name: PoolDevice
 
+    @property
+    def whole_gpu(self) -> PoolDevice:
+        """As reservations name it."""
+        return self.name._replace(device=f"gpu-{self.gpu.number}")
 
-Fitting = Callable[[ClaimRequirements, Nodes], tuple[OfferedDevice, ...]]
+
+Fitting = Callable[[ClaimRequirements, Nodes, str | None], tuple[OfferedDevice, ...]]
+"""Arguments: as of ``_find_fitting``."""
 
 
 def satisfying(
@@ -167,15 +173,34 @@ class ClaimsDespiteOffers:
         """The reason of a claim; None if it has not been pending for a moment, or if no offer would satisfy it."""
         if not self._sightings.is_pending_for(pending, QUOTE_SECONDS):
             return None
+        uid = pending.claim.metadata.uid if self._situation.reserved_for(pending) else ""
+        for pod, requirements, nodes in self._needs(pending):
+            if devices := self._fitting(requirements, nodes, uid):
+                return self._of_devices(pending, pod, requirements, devices)
+        return self._unpublished(pending) or self._all_refused(pending) or self._reserved(pending)
+
+    def _needs(self, pending: PendingClaim) -> Iterator[tuple[Pod, ClaimRequirements, Nodes]]:
+        """What the pods of a claim need together, and the nodes where each may run."""
         for pod in pending.pods:
             nodes = self._queue.nodes_for(pod)
             for claim in self._queue.of_pod(pod) if self._queue.monitoring else ():
                 if claim.key in self._queue.monitoring:
                     nodes &= self._queue.nodes_with_monitors(claim)
             for requirements in self._queue.combinations(pod):
-                if devices := self._fitting(requirements, nodes):
-                    return self._of_devices(pending, pod, requirements, devices)
-        return self._unpublished(pending) or self._all_refused(pending)
+                yield pod, requirements, nodes
+
+    def _reserved(self, pending: PendingClaim) -> ClaimReason | None:
+        """The reason where the devices that would do are reserved for other claims."""
+        reserved = self._situation.reserved
+        for _, requirements, nodes in self._needs(pending) if reserved else ():
+            if devices := self._fitting(requirements, nodes, None):
+                names = listed([device.name.device for device in devices if device.whole_gpu in reserved])
+                sentence = (
+                    f"{names} of node {devices[0].gpu.node} would do, but is reserved for a pod for which others were "
+                    "evicted: until that has its devices, for some minutes at most (docs/taking-back.md)"
+                )
+                return ClaimReason(pending, ReasonCode.BEHIND, sentence)
+        return None
 
     @cached_property
     def _refusing(self) -> Mapping[str, str]:
@@ -202,11 +227,18 @@ class ClaimsDespiteOffers:
             for node, devices in by_node.items()
         }
 
-    def _find_fitting(self, requirements: ClaimRequirements, nodes: Nodes) -> tuple[OfferedDevice, ...]:
-        """Devices on one of ``nodes`` that satisfy ``requirements``, of a complete pool if possible."""
+    def _find_fitting(
+        self, requirements: ClaimRequirements, nodes: Nodes, uid: str | None
+    ) -> tuple[OfferedDevice, ...]:
+        """Devices on one of ``nodes`` that satisfy ``requirements``, of a complete pool if possible.
+
+        Reserved ones only if they are for the claim ``uid``; None: all.
+        """
         silent, value_of = self._situation.silent, self._queue.feasibility.matching.value
+        reserved = {} if uid is None else self._situation.reserved
         for node in sorted(self._by_node.keys() & nodes, key=lambda node: (node in silent, node)):
-            if devices := satisfying(requirements, self._by_node[node], value_of):
+            offered = [device for device in self._by_node[node] if uid in reserved.get(device.whole_gpu, {uid})]
+            if devices := satisfying(requirements, offered, value_of):
                 return devices
         return ()
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from controller.cluster.claim_index import PoolDevice
 from controller.explain.pipeline import ReasonFinder
 from controller.explain.reason import ReasonCode
 from controller.explain.situation import Situation as Now
@@ -39,9 +40,9 @@ class Waiting:
         self.there, self.answers, self.clock = there, Answers(pods=holders), FakeClock()
         self.finder = ReasonFinder(60.0, self.clock)
 
-    def sentence(self) -> str:
+    def sentence(self, *fenced: PoolDevice) -> str:
         self.clock.advance(5.0)
-        [reason] = self.finder.find(Now(self.there.queue, lookups=self.answers))
+        [reason] = self.finder.find(Now(self.there.queue, lookups=self.answers, fenced=fenced))
         assert reason.code is ReasonCode.HELD
         return reason.sentence
 
@@ -69,6 +70,16 @@ def test_the_reason_says_how_the_holders_relate_to_the_pod(holders: dict[str, Po
     sentences = [waiting.sentence() for _ in HOLDERS]
     assert relation in sentences[-1]
     assert sentences[-1].endswith("default/one, default/three, default/two") == (not relation)
+
+
+def test_instead_it_says_that_a_gpu_is_reserved_for_the_pod() -> None:
+    waiting = Waiting(one=pod("low", priority=10))
+    uid = waiting.there.queue.pending[0].claim.metadata.uid
+    said = waiting.sentence(PoolDevice("a-gpu.tessera.dev", f"gpu-0={uid}"))
+    assert said.endswith(
+        "; gpu-0 of pool a-gpu.tessera.dev is reserved for it and free once the evicted pods have ended"
+    )
+    assert "lower priority (10 < 1000)" in waiting.sentence(PoolDevice("a-gpu.tessera.dev", "gpu-0=other"))
 
 
 def test_a_decision_looks_up_few_holders_and_each_of_them_once() -> None:

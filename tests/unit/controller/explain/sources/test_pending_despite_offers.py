@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from controller.cluster.claim_index import PoolDevice
 from controller.cluster.node_views import PoolPart, incomplete_pools
 from controller.explain.reason import ReasonCode
 from controller.explain.sources.pending_despite_offers import (
@@ -29,6 +30,34 @@ def waiting(message: str | None = SAYS_NO, **pod: Any) -> Situation:
     """A claim for a small partition on two nodes of two H100."""
     there = Situation([*node_of("a"), *node_of("b")])
     return there.wants(request(selector=SMALL), status=None if message is None else refused(message), **pod)
+
+
+class TestReservedGpus:
+    """A GPU whose holders were evicted for another pod is no offer for anyone else."""
+
+    @pytest.mark.parametrize(
+        ("reserved", "said"),
+        [
+            (["a/gpu-0=other"], "gpu-0-mig-1g10gb-6 of node a would do, but is reserved"),
+            (["a/gpu-1=other"], "gpu-0-mig-1g10gb-6 of node a would do and has been offered"),
+            (["a/gpu-0=other,claim"], "gpu-0-mig-1g10gb-6 of node a would do and has been offered"),
+        ],
+    )
+    def test_the_reason_of_a_claim_names_the_reservation_that_keeps_it_waiting(
+        self, reserved: list[str], said: str
+    ) -> None:
+        watched = Watched(waiting(), "a/gpu-0-mig-1g10gb-6")
+        uid = watched.there.queue.pending[0].claim.metadata.uid
+        entries = (entry.replace("claim", uid).split("/") for entry in reserved)
+        watched.fenced = tuple(PoolDevice(f"{node}-{DRIVER}", device) for node, device in entries)
+        [reason] = watched.after(MINUTE)
+        assert said in reason.sentence
+        assert (reason.code is ReasonCode.BEHIND) == ("is reserved" in said)
+
+    def test_another_device_is_named_that_is_not_reserved(self) -> None:
+        watched = Watched(waiting(), "a/gpu-0-mig-1g10gb-6", "b/gpu-0-mig-1g10gb-6")
+        watched.fenced = (PoolDevice(f"a-{DRIVER}", "gpu-0=other"),)
+        assert "of node b would do" in watched.told()
 
 
 class TestWhen:
