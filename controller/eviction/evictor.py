@@ -19,7 +19,7 @@ from driver.errors import CONFLICT, NOT_FOUND, SERVER_ERROR, ApiError
 from driver.kube.client import KubeClient
 from driver.kube.events import Recorder
 from driver.kube.get_and_list import find_pod, read_all, read_object
-from driver.kube.types import Claim, Expression, Key, OwnerReference, Pod, Reference
+from driver.kube.types import Claim, Expression, Key, Metadata, OwnerReference, Pod, Reference
 
 if TYPE_CHECKING:
     from controller.metrics import ControllerMetrics
@@ -88,6 +88,9 @@ class FailurePolicy(msgspec.Struct, frozen=True):
 
 
 class JobSpec(msgspec.Struct, frozen=True, rename="camel"):
+    parallelism: int | None = 1
+    completions: int | None = None
+    completion_mode: str = "NonIndexed"
     backoff_limit: int = 6
     backoff_limit_per_index: int | None = None
     pod_failure_policy: FailurePolicy = FailurePolicy()
@@ -101,8 +104,15 @@ class JobStatus(msgspec.Struct, frozen=True):
 class Job(msgspec.Struct, frozen=True):
     """``batch/v1`` Job."""
 
+    metadata: Metadata
     spec: JobSpec
     status: JobStatus = JobStatus()
+
+    @property
+    def is_gang(self) -> bool:
+        """Whether all of its pods run at once, each with an index: they then work together."""
+        spec = self.spec
+        return spec.completion_mode == "Indexed" and spec.parallelism == spec.completions and spec.completions != 1
 
     def goes_on(self, evictions: int) -> bool:
         """Whether the Job goes on after so many evictions: its policy ignores them, or retries are left."""
@@ -152,11 +162,13 @@ class DisruptionBudget(msgspec.Struct, frozen=True):
     spec: BudgetSpec = BudgetSpec()
     status: BudgetStatus = BudgetStatus()
 
+    def selects(self, pod: Pod) -> bool:
+        return self.spec.selector is not None and self.spec.selector.selects(pod.metadata.labels)
+
     def protects(self, pods: Iterable[Pod]) -> bool:
         """Whether it forbids to evict all of ``pods`` (KEP-3017): it must have a healthy pod to spare for each that is
         Ready."""
-        selector = self.spec.selector
-        selected = [pod for pod in pods if selector is not None and selector.selects(pod.metadata.labels)]
+        selected = [pod for pod in pods if self.selects(pod)]
         ready = sum(map(_is_ready, selected))
         if ready == 0 and self.spec.unhealthy_pod_eviction_policy == "AlwaysAllow":
             return False
@@ -219,10 +231,12 @@ class Evictor:
             if (protected := self._job_protection(owner, pods)) is not None:
                 return protected
         path = f"/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets"
-        budgets = read_all(self._client, path, DisruptionBudget)
+        budgets = list(read_all(self._client, path, DisruptionBudget))
         protecting = sorted(budget.metadata.name for budget in budgets if budget.protects(pods))
-        reason = f"PodDisruptionBudget {protecting[0]} forbids it" if protecting else ""
-        return Protection(ProtectionRule.DISRUPTION_BUDGET, reason) if protecting else None
+        reason = f"PodDisruptionBudget {protecting[0]} forbids it" if protecting else None
+        if any(pod.status.phase != "Pending" and sum(budget.selects(pod) for budget in budgets) > 1 for pod in pods):
+            reason = "several PodDisruptionBudgets select it, and the API server evicts no such pod"
+        return None if reason is None else Protection(ProtectionRule.DISRUPTION_BUDGET, reason)
 
     def _job_protection(self, owner: OwnerReference, pods: Sequence[Pod]) -> Protection | None:
         if owner.kind != "Job" or not owner.api_version.startswith("batch/"):

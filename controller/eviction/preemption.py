@@ -18,7 +18,7 @@ from typing import NamedTuple
 from controller.demand.device_search import slices_of
 from controller.demand.pending_claims import IMPLICIT, Queue, classes_by_resource, held_with_claims
 from controller.demand.pod_requests import RequestedAmount, requested, total
-from controller.eviction.evictor import ADMIN_ACCESS, own_protection
+from controller.eviction.evictor import ADMIN_ACCESS, Job, own_protection
 from controller.eviction.gpu_policy import GpuPolicies
 from controller.eviction.victim_search import EvictionCost, Tries, VictimSet, VictimUnit, cheapest_victims
 from driver.clock import Clock
@@ -63,17 +63,30 @@ class RunningPods:
     The controller's caches have none of these.
     """
 
-    def __init__(self, pods: Iterable[Pod], claims: Iterable[Claim], nodes: Iterable[Node]) -> None:
+    def __init__(
+        self, pods: Iterable[Pod], claims: Iterable[Claim], nodes: Iterable[Node], jobs: Iterable[Job]
+    ) -> None:
         self.pods = {pod.metadata.key: pod for pod in pods if pod.status.phase not in HAS_ENDED}
         self._claims = {str(claim.metadata.key): claim for claim in claims}
         self._allocatable = {node.metadata.name: node.status.allocatable for node in nodes}
+        self._jobs = {job.metadata.uid for job in jobs if job.is_gang}
         self._gangs: dict[tuple[str, str], list[Pod]] = {}
         self._on_nodes: dict[str, list[Pod]] = {}
         self._amounts: dict[tuple[Key, str], Fraction] = {}
         for pod in self.pods.values():
             self._on_nodes.setdefault(pod.spec.node_name, []).append(pod)
-            if (gang := _gang_of(pod)) is not None:
+            if (gang := self.gang_of(pod)) is not None:
                 self._gangs.setdefault(gang, []).append(pod)
+
+    def gang_of(self, pod: Pod) -> tuple[str, str] | None:
+        """Names the gang of a pod, which is of no use without one of its pods."""
+        owner, of_set = pod.controller, pod.metadata.labels.get(GANG_LABEL)
+        if pod.pod_group is not None:
+            return (pod.metadata.namespace, f"PodGroup {pod.pod_group.name}")
+        if of_set is not None:
+            return (pod.metadata.namespace, f"LeaderWorkerSet {of_set}")
+        is_of_job = owner is not None and owner.uid in self._jobs
+        return (pod.metadata.namespace, f"Job {owner.name}") if owner is not None and is_of_job else None
 
     def claim(self, name: str) -> Claim | None:
         return self._claims.get(name)
@@ -105,7 +118,7 @@ class RunningPods:
                 continue
             claims.add(name)
             for pod in self.consumers(name):
-                gang = _gang_of(pod)
+                gang = self.gang_of(pod)
                 for member in [pod] if gang is None else self._gangs[gang]:
                     pods[member.metadata.key] = member
                     waiting += map(str, member.claims)
@@ -165,9 +178,10 @@ class PreemptionSearch:
             return "its preemptionPolicy is Never"
         if pod.status.nominated_node_name:
             return f"the scheduler makes room for it on node {pod.status.nominated_node_name}"
-        gang = next((gang for gang in queue.gangs if pod in gang.pods), None)
-        if gang is not None:
-            return f"it is one of {len(gang.pods)} waiting pods of a gang: room for one of them serves none"
+        gang = self._running.gang_of(pod)
+        waiting = 0 if gang is None else sum(self._running.gang_of(other) == gang for other in queue.pods)
+        if gang is not None and waiting > 1:
+            return f"it is one of {waiting} waiting pods of {gang[1]}: room for one of them serves none"
         nodes = queue.nodes_for(pod)
         if any(queue.feasibility.may_fit(needed, nodes) for needed in self._alternatives):
             return "devices for it are free, so no eviction is needed"
@@ -292,14 +306,6 @@ class PreemptionSearch:
             ages.append(self._clock.seconds_since(pod.metadata.annotations.checkpointed_at or None))
         seconds = min(ages)
         return max(0.0, seconds) / 3600 if isfinite(seconds) else 0.0
-
-
-def _gang_of(pod: Pod) -> tuple[str, str] | None:
-    """Names the gang of a pod, which is of no use without one of its pods."""
-    if pod.pod_group is not None:
-        return (pod.metadata.namespace, f"PodGroup {pod.pod_group.name}")
-    of_set = pod.metadata.labels.get(GANG_LABEL)
-    return None if of_set is None else (pod.metadata.namespace, f"LeaderWorkerSet {of_set}")
 
 
 def _amount(resource: str, spec: PodSpec) -> Fraction:

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from controller.demand.pending_claims import Queue
-from controller.eviction.evictor import Evictor
+from controller.eviction.evictor import Evictor, Job
 from controller.eviction.gpu_policy import GpuPolicies
 from controller.eviction.preemption import Preemption, PreemptionSearch, RunningPods
 from controller.eviction.victim_search import VictimUnit
@@ -40,7 +40,8 @@ class Preview:
 def read_running(client: KubeClient) -> RunningPods:
     """What runs on the nodes now. Raises ApiError."""
     nodes = read_all(client, "/api/v1/nodes", Node)
-    return RunningPods(read_all(client, "/api/v1/pods", Pod, BOUND), list_claims(client), nodes)
+    jobs = read_all(client, "/apis/batch/v1/jobs", Job)
+    return RunningPods(read_all(client, "/api/v1/pods", Pod, BOUND), list_claims(client), nodes, jobs)
 
 
 def preview_of(

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from controller.cluster.fleet import FleetGpu
+from controller.eviction.evictor import Job
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy
 from controller.eviction.preemption import Preemption, PreemptionSearch, RunningPods
 from driver.kube.types import Node
@@ -31,6 +32,7 @@ class Contest:
     def __init__(self, gpus: list[FleetGpu], cpu: str = "64") -> None:
         self.there = Situation(gpus)
         self._running: list[str] = []
+        self.jobs: list[Job] = []
         for name in {entry.node for entry in gpus}:
             node = {"metadata": {"name": name}, "status": {"allocatable": {"cpu": cpu, "pods": "110"}}}
             self.there.nodes[name] = msgspec.convert(node, Node)
@@ -61,7 +63,7 @@ class Contest:
         queue = self.there.queue
         [waiting] = [item for item in queue.pods if item.metadata.name == "pod-of-claim"]
         bound = [item for item in self.there.pods if item.metadata.name in self._running]
-        running = RunningPods(bound, self.there.claims, self.there.nodes.values())
+        running = RunningPods(bound, self.there.claims, self.there.nodes.values(), self.jobs)
         return PreemptionSearch(queue, waiting, running, GpuPolicies(policies or [policy(**EVERYBODY)]), FakeClock())
 
 

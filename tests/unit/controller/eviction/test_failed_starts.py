@@ -568,6 +568,17 @@ def test_a_failure_that_is_over_in_time_does_not_count_as_a_sign_of_a_bad_releas
     assert site.api.evicted == ["serve"]
 
 
+def test_a_running_pod_of_several_budgets_is_protected_because_the_api_server_evicts_none(site: Site) -> None:
+    for name in ("one", "two"):
+        site.budget(name, "serve", 2, 1)
+    client = site.api.server.client()
+    evictor = Evictor(client, None, RecentEvictions(client, "tessera"))
+    for phase, protection in (("Running", "several PodDisruptionBudgets select it"), ("Pending", "None")):
+        site.pod("serve", "serve", phase=phase)
+        [pod] = [msgspec.convert(item, Pod) for item in site.api.folder(PODS).values()]
+        assert str(evictor.protection([pod])).startswith(protection)
+
+
 def test_a_budget_that_was_not_counted_yet_protects(site: Site) -> None:
     site.start("serve")
     site.budget("fresh", "serve", 0, 0)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from itertools import combinations
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.cluster.fleet import FleetGpu
+from controller.eviction.evictor import Job
 from controller.eviction.gpu_policy import GpuPolicy
 from controller.eviction.victim_search import EvictionCost
 from tests.support.preemption import EVERYBODY, NOW, OWNER, Contest, names, policy
-from tests.support.queues import FULL, fleet_gpu, node_of, profile
+from tests.support.queues import FULL, fleet_gpu, node_of, profile, request
 
 
 def full_node(*priorities: int) -> Contest:
@@ -137,6 +139,40 @@ def test_a_gang_of_victims_goes_as_a_whole_also_from_other_nodes() -> None:
     assert names(preemption) == ["leader", "worker"]
     assert preemption is not None
     assert preemption.victims.cost.pods == 2
+
+
+INDEXED = {"completionMode": "Indexed", "parallelism": 2, "completions": 2}
+
+
+@pytest.mark.parametrize(
+    ("spec", "victims"),
+    [
+        (INDEXED, ["first", "second"]),
+        ({**INDEXED, "completions": 4}, ["first"]),
+        ({**INDEXED, "completionMode": "NonIndexed"}, ["first"]),
+    ],
+    ids=["all pods at once", "some after the others", "pods without indices"],
+)
+def test_the_pods_of_a_job_go_together_if_they_work_together(spec: dict[str, Any], victims: list[str]) -> None:
+    contest = Contest(node_of("a", "full", gpus=2))
+    contest.jobs.append(msgspec.convert({"metadata": {"name": "train", "uid": "owner"}, "spec": spec}, Job))
+    for number, name in enumerate(["first", "second"]):
+        owner = {**OWNER, "kind": "Job", "apiVersion": "batch/v1"}
+        contest.runs(name, "a", f"gpu-{number}", metadata={"ownerReferences": [owner]})
+    assert names(contest.search().best()) == victims
+
+
+def test_a_pod_of_a_job_whose_pods_wait_together_gets_nobody_evicted() -> None:
+    contest = Contest(node_of("a", "full", gpus=1))
+    contest.runs("p", "a", "gpu-0")
+    contest.jobs.append(msgspec.convert({"metadata": {"name": "train", "uid": "owner"}, "spec": INDEXED}, Job))
+    of_job: dict[str, Any] = {"metadata": {"ownerReferences": [{**OWNER, "name": "train"}]}}
+    assert contest.search(**of_job).obstacle() is None
+    contest.there.wants(request(selector=FULL), name="other", **of_job)
+    assert (
+        contest.search(**of_job).obstacle()
+        == "it is one of 2 waiting pods of Job train: room for one of them serves none"
+    )
 
 
 def test_a_node_that_lacks_cpu_even_without_all_victims_is_told() -> None:
