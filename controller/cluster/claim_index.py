@@ -23,7 +23,7 @@ from driver.model.plan import Held
 from driver.model.shared_memory import gib_of
 
 RESERVED = "="
-"""In an entry of the fence between a whole GPU and the UIDs of the claims for which it is reserved."""
+"""In an entry of the fence between a whole GPU and the UIDs of the claims and pods for which it is reserved."""
 
 
 class PoolDevice(NamedTuple):
@@ -37,7 +37,7 @@ class PoolDevice(NamedTuple):
 
 
 def reservations_in(fenced: Iterable[PoolDevice]) -> dict[PoolDevice, frozenset[str]]:
-    """The UIDs of the claims for which GPUs are reserved, by entry of the fence."""
+    """The UIDs of the claims and pods for which GPUs are reserved, by entry of the fence."""
     entries = [entry for entry in fenced if RESERVED in entry.device]
     return {entry: frozenset(entry.device.partition(RESERVED)[2].split(",")) for entry in entries}
 

@@ -83,6 +83,11 @@ class PendingClaim:
         """``namespace/name`` of the claim; ``Pod/namespace/name`` of the pod that has none yet."""
         return f"Pod/{self.claim.metadata.key}" if self.not_created else str(self.claim.metadata.key)
 
+    @property
+    def uid(self) -> str:
+        """That of the claim; of the pod that has none yet."""
+        return self.pods[0].metadata.uid if self.not_created else self.claim.metadata.uid
+
 
 def described(pending: PendingClaim) -> str:
     """``claim NAME``, or the extended resources for which its claim will be created."""

@@ -3,9 +3,10 @@
 Without a policy that enables preemption, one list of the policies is all that is read. Otherwise a turn reads all pods
 and claims, so pauses grow with the time that a turn takes.
 
-The GPUs of the victims are reserved for the claims of the waiting pod before the first eviction, in the fence's
-ConfigMap. As long as there is a reservation nobody else is evicted: a new leader finds it there, too. It ends once its
-claims do not wait any more, or after ``RESERVATION_SECONDS``.
+The GPUs of the victims are reserved for the waiting pod before the first eviction, in the fence's ConfigMap: for its
+claims, and for the pod itself if the scheduler makes its claim only when it has chosen devices (extended resources). As
+long as there is a reservation nobody else is evicted: a new leader finds it there, too. It ends once those do not wait
+any more, or after ``RESERVATION_SECONDS``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 from controller.cluster.claim_index import PoolDevice
 from controller.demand.feasibility import Feasibility
-from controller.demand.pending_claims import Queue
+from controller.demand.pending_claims import PendingClaim, Queue
 from controller.eviction.evictor import Evictor, Outcome, Trigger, pod_reference
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, parse_policy, read_policies
 from controller.eviction.preemption import Preemption, RunningPods
@@ -54,13 +55,13 @@ BLOCKED, INVALID = "PreemptionBlocked", "InvalidPolicy"
 
 
 class ReservingFence(Protocol):
-    """Whole GPUs of which only certain claims may be allocated anything. Methods raise ApiError."""
+    """Whole GPUs of which only certain claims and pods (UIDs) may get anything. Methods raise ApiError."""
 
-    def reserve(self, gpus: Iterable[PoolDevice], claims: Iterable[str]) -> bool:
-        """Reserve GPUs (``gpu-N`` of a pool) for claims (UIDs); False: that can't be enforced, and nothing is."""
+    def reserve(self, gpus: Iterable[PoolDevice], uids: Collection[str]) -> bool:
+        """Reserve GPUs (``gpu-N`` of a pool); False: that can't be enforced, and nothing is reserved."""
 
     def reservations(self) -> dict[PoolDevice, frozenset[str]]:
-        """The claims by entry."""
+        """The UIDs by entry."""
 
     def lift(self, devices: Collection[PoolDevice]) -> None: ...
 
@@ -129,16 +130,16 @@ class Preemptions:
         return max(INTERVAL_SECONDS, REST_FACTOR * (time.monotonic() - began))
 
     def _end_reservations(self, queue: Queue) -> None:
-        """Lift the reservations whose claims do not wait any more, and those that have lasted too long."""
-        waiting = {pending.claim.metadata.uid for pending in queue.pending}
-        ended = [entry for entry, claims in self._reservations.reservations().items() if not claims & waiting]
+        """Lift the reservations of which nothing waits any more, and those that have lasted too long."""
+        waiting = frozenset[str]().union(*map(_uids_of, queue.pending))
+        ended = [entry for entry, uids in self._reservations.reservations().items() if not uids & waiting]
         self._reservations.lift(ended)
         self._reservations.lift_reservations_older_than(RESERVATION_SECONDS)
 
-    def _wake(self, claims: Collection[str], queue: Queue) -> None:
-        """If devices are free for pods with ``claims``: the scheduler may have tried them while it wanted to give these
-        to another pod, which the fence then refused."""
-        pods = (pod for pending in queue.pending if pending.claim.metadata.uid in claims for pod in pending.pods)
+    def _wake(self, uids: frozenset[str], queue: Queue) -> None:
+        """If devices are free for these pods, or pods with these claims: the scheduler may have tried them while it
+        wanted to give these to another pod, which the fence then refused."""
+        pods = (pod for pending in queue.pending if uids & _uids_of(pending) for pod in pending.pods)
         needs = ((needed, queue.nodes_for(pod)) for pod in pods for needed in queue.combinations(pod))
         if any(queue.feasibility.may_fit(needed, nodes) for needed, nodes in needs):
             self._reservations.wake_parked_pods()
@@ -212,12 +213,12 @@ class Preemptions:
 
     def _evict(self, chosen: ChosenVictims, queue: Queue) -> bool:
         """Reserve the GPUs of the victims and evict them, all or nobody. Returns whether there is a reservation."""
-        claims = self._claims_of(chosen.pod, queue)
-        obstacle = self._obstacle(chosen, claims)
+        obstacle = self._obstacle(chosen)
         if obstacle is not None:
             self._tell_policies(chosen, BLOCKED, obstacle)
             return False
-        if not self._reservations.reserve(self._gpus_of(chosen, queue), claims):
+        uids = [pending.uid for pending in queue.of_pod(chosen.pod)]
+        if not self._reservations.reserve(self._gpus_of(chosen, queue), uids):
             self._tell_policies(chosen, BLOCKED, "the fence, which would reserve their devices, is not in force")
             return False
         self._tell_policies(chosen, EVICTING)
@@ -236,10 +237,8 @@ class Preemptions:
             return False
         return True
 
-    def _obstacle(self, chosen: ChosenVictims, claims: Collection[str]) -> str | None:
+    def _obstacle(self, chosen: ChosenVictims) -> str | None:
         """Why these are not evicted now; None: the API server agrees to each eviction. Raises ApiError."""
-        if not claims:
-            return "the claim of the waiting pod does not exist yet, so nothing can be reserved for it"
         if self._evictor.has_lost_pods(chosen.pod):
             return "the owner of the waiting pod has lost a pod in this way within an hour"
         for policy in chosen.policies:
@@ -260,7 +259,7 @@ class Preemptions:
             return False
         with accepted_status(NOT_FOUND):
             claims = [read_claim(self._client, *key) for key in present.claims]
-            is_allocated = all(claim.status.allocation is not None for claim in claims)
+            is_allocated = bool(claims) and all(claim.status.allocation is not None for claim in claims)
             return present.metadata.deletion_timestamp is None and not is_allocated
         return False
 
@@ -274,17 +273,17 @@ class Preemptions:
         devices = [gpu for gpu in entries if gpu.gpu.uuid in freed or (takes_unheld and not gpu.held)]
         return [PoolDevice(Pool(node, self._driver_name).name, f"gpu-{gpu.number}") for gpu in devices]
 
-    def _claims_of(self, pod: Pod, queue: Queue) -> list[str]:
-        """The UIDs of the claims of ``pod`` that wait; empty if one of them does not exist yet."""
-        mine = [pending for pending in queue.pending if pod in pending.pods]
-        return [] if any(pending.not_created for pending in mine) else [item.claim.metadata.uid for item in mine]
-
     def _tell_policies(self, chosen: ChosenVictims, reason: str, obstacle: str = "") -> None:
         text = _described(chosen) + (f", but {obstacle}" if obstacle else "")
         for policy in chosen.policies:
             about = _reference(policy.metadata.name, policy.metadata.uid)
             level: Type = "Warning" if obstacle else "Normal"
             self._recorder.event(about, reason, text, level, chosen.pod.metadata.uid, lasting=True)
+
+
+def _uids_of(pending: PendingClaim) -> frozenset[str]:
+    """UIDs for one of which devices that are meant for ``pending`` are reserved."""
+    return frozenset((pending.uid, *(pod.metadata.uid for pod in pending.pods)))
 
 
 def _described(chosen: ChosenVictims) -> str:

@@ -82,9 +82,9 @@ class Situation:
 
     @cached_property
     def reserved(self) -> Mapping[PoolDevice, frozenset[str]]:
-        """By reserved GPU (``gpu-N`` of a pool) the UIDs of the claims that may be allocated anything of it."""
-        return {gpu_of(entry): claims for entry, claims in reservations_in(self.fenced).items()}
+        """By reserved GPU (``gpu-N`` of a pool) the UIDs of the claims and pods that may get anything of it."""
+        return {gpu_of(entry): uids for entry, uids in reservations_in(self.fenced).items()}
 
     def reserved_for(self, pending: PendingClaim) -> list[PoolDevice]:
         """The GPUs that are reserved for a claim."""
-        return sorted(gpu for gpu, claims in self.reserved.items() if pending.claim.metadata.uid in claims)
+        return sorted(gpu for gpu, uids in self.reserved.items() if pending.uid in uids)

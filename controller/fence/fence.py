@@ -145,15 +145,17 @@ class Fence:
             raise
         return replace(result, undecided=result.undecided | (frozenset(devices) - chosen))
 
-    def reserve(self, gpus: Iterable[PoolDevice], claims: Iterable[str]) -> bool:
-        """Let only ``claims`` (UIDs) be allocated anything of whole GPUs (``gpu-N`` of a pool). Takes ``settle_s``.
+    def reserve(self, gpus: Iterable[PoolDevice], uids: Collection[str]) -> bool:
+        """Let only claims with these UIDs, or of pods with these UIDs, be allocated anything of whole GPUs (``gpu-N``
+        of a pool). Takes ``settle_s``.
 
         False: the fence is not in force, and nothing is reserved. Raises ApiError: as for ``take_back``.
         """
-        allowed = ",".join(sorted(claims))
+        allowed = ",".join(sorted(uids))
         entries = frozenset(PoolDevice(gpu.pool, f"{gpu.device}{RESERVED}{allowed}") for gpu in gpus)
         try:
-            if self._close(entries):
+            # A policy of an earlier version admits nothing for pods.
+            if self._close(entries) and not self._canary.refusal(_device_of(min(entries)), min(uids)):
                 return True
             self.lift(entries)
         except ApiError:
@@ -162,7 +164,7 @@ class Fence:
         return False
 
     def reservations(self) -> dict[PoolDevice, frozenset[str]]:
-        """The claims for which GPUs are reserved, by entry of the fence."""
+        """The UIDs of the claims and pods for which GPUs are reserved, by entry of the fence."""
         return reservations_in(self.fenced.devices)
 
     def wake_parked_pods(self) -> None:
@@ -233,7 +235,7 @@ class Fence:
         """
         ends = self._clock.monotonic() + self._settings.probe_s
         while fenced := [device for device in devices if device in self.fenced.devices]:
-            if FENCE in (answer := self._canary.refusal(gpu_of(min(fenced)))):
+            if FENCE in (answer := self._canary.refusal(_device_of(min(fenced)))):
                 break
             if self._clock.monotonic() >= ends:
                 log.error(
@@ -251,3 +253,8 @@ class Fence:
             self.lift(devices)
         except ApiError as error:
             log.warning("offered devices stay fenced for now", extra={"count": len(devices), "error": str(error)})
+
+
+def _device_of(entry: PoolDevice) -> PoolDevice:
+    """A device that ``entry`` closes: it itself, or one of the reserved GPU that nothing else closes."""
+    return gpu._replace(device=f"{gpu.device}-probe") if (gpu := gpu_of(entry)) != entry else entry

@@ -39,10 +39,15 @@ class Canary:
         stored = self._client.patch_existing(self._path, body) or self._create()
         return int(stored["metadata"]["resourceVersion"])
 
-    def refusal(self, device: PoolDevice) -> str:
-        """The refusal of a dry run that allocates ``device`` to the claim; empty if accepted. Raises ApiError."""
+    def refusal(self, device: PoolDevice, pod: str = "") -> str:
+        """The refusal of a dry run that allocates ``device`` to the claim; empty if accepted. Raises ApiError.
+
+        ``pod``: the UID of a pod for which that would be.
+        """
         result = {"request": "canary", "driver": "gpu.tessera.dev", "pool": device.pool, "device": device.device}
-        body = {**self._object, "status": {"allocation": {"devices": {"results": [result]}}}}
+        status: Object = {"allocation": {"devices": {"results": [result]}}}
+        status |= {"reservedFor": [{"resource": "pods", "name": CANARY, "uid": pod}]} if pod else {}
+        body = {**self._object, "status": status}
         try:
             self._dry_run(body)
         except ApiError as error:

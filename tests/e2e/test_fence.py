@@ -19,6 +19,7 @@ from driver.errors import ApiError
 from driver.kube.client import KubeClient, load_configuration
 from driver.model.plan import OfferMode
 from tests.harness.cluster import Cluster
+from tests.harness.manifests import busybox_pod
 from tests.harness.waiting import wait_for
 from tests.support.chart import install
 from tests.support.control_plane import control_plane
@@ -126,6 +127,53 @@ def test_what_was_allocated_before_can_be_reserved_reported_and_given_back(
     wait_for(lambda: not Canary(controller, "tessera").refusal(A), 60, "it is offered again")
 
 
+@pytest.fixture
+def waiting_pod(cluster: Cluster) -> Iterator[dict[str, Any]]:
+    """It is not scheduled."""
+    pod = busybox_pod("waiting", schedulingGates=[{"name": "example.com/no"}])
+    yield cluster.api.post("/api/v1/namespaces/default/pods", pod)
+    cluster.api.request("DELETE", "/api/v1/namespaces/default/pods/waiting", {"gracePeriodSeconds": 0})
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("owner", "allocated_for", "is_admitted"),
+    [
+        pytest.param("waiting", "waiting", True, id="made and allocated for it"),
+        pytest.param("waiting", "other", False, id="another pod's, which looks like one that was made for it"),
+        pytest.param("waiting", None, False, id="nobody's, which looks like one that was made for it"),
+        pytest.param(None, "other", False, id="another pod's"),
+    ],
+)
+def test_a_gpu_that_is_reserved_for_a_pod_is_allocated_for_no_other(
+    fence: Fence,
+    scheduler: KubeClient,
+    waiting_pod: dict[str, Any],
+    owner: str | None,
+    allocated_for: str | None,
+    is_admitted: bool,
+) -> None:
+    """Tenants can write claims that look as if the scheduler had made them for the extended resources of a pod."""
+    uid = waiting_pod["metadata"]["uid"]
+    assert fence.reserve([A], [uid])
+    reference = {"apiVersion": "v1", "kind": "Pod", "name": "waiting", "uid": uid, "controller": True}
+    annotations = {"resource.kubernetes.io/extended-resource-claim": "true"}
+    metadata = {"annotations": annotations, "ownerReferences": [reference]} if owner else {}
+    claim = new_claim(scheduler, "wanted", **metadata)
+    pod = uid if allocated_for == "waiting" else allocated_for
+    try:
+        allocate(scheduler, claim, B, pod=pod, dry_run=True)
+        for device in (A, PoolDevice(POOL, f"{A.device}-mig-1g10gb-0")):
+            if is_admitted:
+                allocate(scheduler, claim, device, pod=pod, dry_run=True)
+                continue
+            with pytest.raises(ApiError, match=f"Tessera has reserved {POOL}/{device.device} for a claim of higher"):
+                allocate(scheduler, claim, device, pod=pod, dry_run=True)
+    finally:
+        scheduler.delete(f"{CLAIMS}/wanted")
+        fence.lift(fence.reservations())
+
+
 def test_a_held_device_stays_and_the_longest_names_are_fenced_too(
     fence: Fence, scheduler: KubeClient, claim: dict[str, Any]
 ) -> None:
@@ -211,6 +259,28 @@ def test_a_full_config_map_is_accepted_and_makes_an_allocation_hardly_slower(
     finally:
         print(f"an allocation of 32 devices: {before:.1f} ms; with {MAX_ENTRIES} fenced: {min(took):.1f} ms")
         fence.start(offered=[])
+
+
+def test_a_reservation_is_judged_on_the_largest_node_with_all_devices_fenced(
+    fence: Fence, controller: KubeClient, scheduler: KubeClient, claim: dict[str, Any]
+) -> None:
+    """An expression that costs the API server too much would let everybody in."""
+    gpus, names = range(16), [f"mig-1g10gb-{place}" for place in range(30)]
+    FencedDevices(controller, "tessera", Clock()).add(
+        [PoolDevice(POOL, f"gpu-{gpu}-{name}") for gpu in gpus for name in names]
+    )
+    uids = [f"00000000-0000-4000-8000-{number:012}" for number in range(8)]
+    assert fence.reserve([PoolDevice(POOL, f"gpu-{gpu}") for gpu in gpus], uids)
+    devices = [PoolDevice(POOL, f"gpu-{gpu}-new-{number}") for gpu in gpus for number in range(2)]
+    try:
+        began = time.perf_counter()
+        with pytest.raises(ApiError, match="Tessera has reserved"):
+            allocate(scheduler, claim, *devices, dry_run=True, pod="other")
+        print(f"an allocation of {len(devices)} devices was refused in {(time.perf_counter() - began) * 1000:.1f} ms")
+        allocate(scheduler, claim, *devices, dry_run=True, pod=uids[-1])
+    finally:
+        fence.start(offered=[])
+        fence.lift(fence.reservations())
 
 
 def race(

@@ -61,14 +61,20 @@ def controller(cluster: Cluster) -> Iterator[ControllerProcess]:
     assert process.refused() == []
 
 
+EXTENDED = {"limits": {"deviceclass.resource.kubernetes.io/gpu-training": "1"}}
+BY_CLAIM = {"resourceClaims": CLAIMS}
+BY_COUNT = {"container": {"resources": EXTENDED}}
+"""How a pod requests a GPU."""
+
+
 @pytest.fixture
-def waiting(cluster: Cluster, controller: ControllerProcess) -> Iterator[Cluster]:
+def waiting(cluster: Cluster, controller: ControllerProcess, request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """A notebook of a ReplicaSet has the only GPU; pod ``train`` of a higher priority waits for it."""
     api = cluster.api
     api.post(f"{DRA}/resourceclaimtemplates", {"metadata": {"name": "full"}, "spec": {"spec": FULL}})
     api.post(f"{APPS}/replicasets", notebooks())
     wait_for(lambda: [pod for pod in pods(cluster, "notebook") if pod["spec"].get("nodeName")], SOON_S, "bound")
-    api.post(f"{CORE}/pods", busybox_pod("train", resourceClaims=CLAIMS, priorityClassName="serving"))
+    api.post(f"{CORE}/pods", busybox_pod("train", priorityClassName="serving", **getattr(request, "param", BY_CLAIM)))
     wait_for(lambda: is_refused(cluster), SOON_S, "the scheduler has refused the pod")
     yield cluster
     with accepted_status(NOT_FOUND):
@@ -161,7 +167,15 @@ def test_the_pod_is_bound_after_the_victims_that_are_named_have_ended(waiting: C
     wait_for(lambda: api.get(f"{CORE}/pods/train")["spec"].get("nodeName"), SOON_S, "the waiting pod is bound")
 
 
-@pytest.mark.parametrize("is_killed", [False, True], ids=["", "the controller is killed meanwhile"])
+@pytest.mark.parametrize(
+    ("waiting", "is_killed"),
+    [
+        pytest.param(BY_CLAIM, False, id="claim"),
+        pytest.param(BY_CLAIM, True, id="the controller is killed meanwhile"),
+        pytest.param(BY_COUNT, False, id="extended resource", marks=pytest.mark.needs("extended resources")),
+    ],
+    indirect=["waiting"],
+)
 def test_in_the_mode_active_the_notebook_is_evicted_and_the_waiting_pod_gets_its_gpu(
     waiting: Cluster, controller: ControllerProcess, is_killed: bool
 ) -> None:
@@ -173,9 +187,10 @@ def test_in_the_mode_active_the_notebook_is_evicted_and_the_waiting_pod_gets_its
     policy["spec"]["mode"] = "Active"
     api.post(POLICIES, policy)
     wait_for(lambda: deletion_of(waiting, notebook), SOON_S, "the notebook is evicted")
-    claim = api.get(f"{CORE}/pods/train")["status"]["resourceClaimStatuses"][0]["resourceClaimName"]
-    uid = api.get(f"{DRA}/resourceclaims/{claim}")["metadata"]["uid"]
-    assert f"gpu-0={uid}" in fenced(waiting)
+    train = api.get(f"{CORE}/pods/train")
+    claims = [status["resourceClaimName"] for status in train["status"].get("resourceClaimStatuses", ())]
+    [reserved_for] = [api.get(f"{DRA}/resourceclaims/{claim}") for claim in claims] or [train]
+    assert f"gpu-0={reserved_for['metadata']['uid']}" in fenced(waiting)
     reason = run_tessera(waiting, "why", "pod/train").stdout
     assert "is reserved for it and free once the evicted pods have ended" in " ".join(reason.split())
     if is_killed:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -58,16 +59,22 @@ def claims_cache(client: KubeClient, wake: Callable[[], None]) -> Iterator[Claim
         yield claims
 
 
-def new_claim(client: KubeClient, name: str) -> Object:
+def new_claim(client: KubeClient, name: str, **metadata: Any) -> Object:
     request = {"name": "gpu", "exactly": {"deviceClassName": "gpu-inference"}}
-    body = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": name}}
+    body = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": name, **metadata}}
     return client.create(CLAIMS, {**body, "spec": {"devices": {"requests": [request]}}})
 
 
-def allocate(client: KubeClient, claim: Object, *devices: PoolDevice, dry_run: bool = False) -> Object:
-    """Write the allocation as the scheduler does; none: take it away. Raises ApiError."""
+def allocate(
+    client: KubeClient, claim: Object, *devices: PoolDevice, dry_run: bool = False, pod: str | None = None
+) -> Object:
+    """Write the allocation as the scheduler does, for the pod with the UID ``pod``; none: take it away.
+
+    Raises ApiError.
+    """
     results = [{"request": "gpu", "driver": DRIVER, "pool": each.pool, "device": each.device} for each in devices]
-    status = {"allocation": {"devices": {"results": results}}} if devices else {}
+    status: Object = {"allocation": {"devices": {"results": results}}} if devices else {}
+    status |= {"reservedFor": [{"resource": "pods", "name": "pod", "uid": pod}]} if pod else {}
     path = f"{CLAIMS}/{claim['metadata']['name']}/status"
     return client.replace(path, {**claim, "status": status}, {"dryRun": "All"} if dry_run else None)
 

@@ -111,7 +111,7 @@ class Sightings:
         self.looked_up.begin()
         queue = situation.queue
         waiting = (pending for pending in queue.pending if pending.key not in queue.gangs_without_room)
-        claims = {_uid(pending): pending for pending in waiting if queue.requirements(pending)}
+        claims = {pending.uid: pending for pending in waiting if queue.requirements(pending)}
         now = UNKNOWN_SINCE
         if self._watching:
             now = Since(self._clock.monotonic(), f" since {seconds_time(self._clock.now())}")
@@ -137,7 +137,7 @@ class Sightings:
 
     def is_pending_for(self, pending: PendingClaim, seconds: float) -> bool:
         """Whether the claim has been pending for so long, and its gang has had room."""
-        since = self._claims.get(_uid(pending))
+        since = self._claims.get(pending.uid)
         return since is not None and self._clock.monotonic() >= since.at + seconds
 
     def is_offered_for(self, device: PoolDevice, seconds: float) -> bool:
@@ -173,7 +173,7 @@ class ClaimsDespiteOffers:
         """The reason of a claim; None if it has not been pending for a moment, or if no offer would satisfy it."""
         if not self._sightings.is_pending_for(pending, QUOTE_SECONDS):
             return None
-        uid = pending.claim.metadata.uid if self._situation.reserved_for(pending) else ""
+        uid = pending.uid if self._situation.reserved_for(pending) else ""
         for pod, requirements, nodes in self._needs(pending):
             if devices := self._fitting(requirements, nodes, uid):
                 return self._of_devices(pending, pod, requirements, devices)
@@ -232,7 +232,7 @@ class ClaimsDespiteOffers:
     ) -> tuple[OfferedDevice, ...]:
         """Devices on one of ``nodes`` that satisfy ``requirements``, of a complete pool if possible.
 
-        Reserved ones only if they are for the claim ``uid``; None: all.
+        Reserved ones only if they are for the claim or pod ``uid``; None: all.
         """
         silent, value_of = self._situation.silent, self._queue.feasibility.matching.value
         reserved = {} if uid is None else self._situation.reserved
@@ -338,7 +338,3 @@ def _taint_text(queue: Queue, served: ClaimRequirements, devices: Sequence[Offer
                 taints = f"the DeviceTaintRule {rule.metadata.name} taints {name} with {rule.spec.taint.text}"
                 return f"{taints}, which request {request.name} does not tolerate"
     return None
-
-
-def _uid(pending: PendingClaim) -> str:
-    return pending.pods[0].metadata.uid if pending.not_created else pending.claim.metadata.uid

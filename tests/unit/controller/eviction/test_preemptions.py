@@ -18,7 +18,7 @@ from controller.eviction.preemptions import PODS_PER_TURN, RESERVATION_SECONDS, 
 from controller.eviction.recent_evictions import RecentEvictions
 from controller.metrics import ControllerMetrics
 from driver.kube.events import Recorder
-from driver.kube.types import Pod
+from driver.kube.types import ExtendedClaimStatus, Pod
 from tests.support.api_server import Object
 from tests.support.evictions import ClusterApi
 from tests.support.preemption import EVERYBODY, OWNER, Contest, policy
@@ -45,8 +45,8 @@ class KeptReservations:
         self.in_force, self.kept, self.is_old = True, dict[PoolDevice, frozenset[str]](), False
         self.woken = 0
 
-    def reserve(self, gpus: Iterable[PoolDevice], claims: Iterable[str]) -> bool:
-        self.kept |= dict.fromkeys(gpus, frozenset(claims)) if self.in_force else {}
+    def reserve(self, gpus: Iterable[PoolDevice], uids: Iterable[str]) -> bool:
+        self.kept |= dict.fromkeys(gpus, frozenset(uids)) if self.in_force else {}
         return self.in_force
 
     def reservations(self) -> dict[PoolDevice, frozenset[str]]:
@@ -231,6 +231,59 @@ def test_in_the_mode_active_the_gpu_is_reserved_for_the_claim_and_the_victim_evi
         "its devices are taken back on node a; pods that are evicted: notebook"
     )
     assert ("notebooks", "Preempting") in told
+
+
+@pytest.fixture
+def counting(site: Site) -> Site:
+    """The waiting pod requests an extended resource, and so has no claim before the scheduler has chosen a device."""
+    there = site.contest.there
+    there.pods = [pod for pod in there.pods if pod.metadata.name != "pod-of-claim"]
+    there.claims = [claim for claim in there.claims if claim.metadata.name != "claim"]
+    there.device_class("full", FULL, extendedResourceName="example.com/gpu")
+    limits = {"requests": {"example.com/gpu": "1"}, "limits": {"example.com/gpu": "1"}}
+    there.pod("counting", containers=[{"name": "main", "resources": limits}], priority=10, status=REFUSED)
+    return site
+
+
+def test_for_a_pod_with_extended_resources_the_gpu_is_reserved_for_the_pod(counting: Site) -> None:
+    counting.turn(policy("notebooks", **ACTIVE))
+    assert counting.api.evicted == ["notebook"]
+    assert counting.reserved.kept == {GPU: frozenset({"counting"})}
+
+
+@pytest.mark.parametrize(
+    ("state", "is_kept"),
+    [
+        pytest.param("waits", True, id="it waits"),
+        pytest.param("claim is created", True, id="the scheduler has created the claim"),
+        pytest.param("claim is allocated", False, id="the claim is allocated"),
+        pytest.param("bound", False, id="it is bound"),
+        pytest.param("gone", False, id="it is deleted"),
+    ],
+)
+def test_a_reservation_for_a_pod_lasts_as_long_as_it_waits(counting: Site, state: str, is_kept: bool) -> None:
+    counting.turn(policy("notebooks", **ACTIVE))
+    there = counting.contest.there
+    [pod] = [pod for pod in there.pods if pod.metadata.name == "counting"]
+    there.pods.remove(pod)
+    if state.startswith("claim"):
+        results = [{"request": "gpu", "driver": DRIVER, "pool": GPU.pool, "device": GPU.device}]
+        allocation = {"devices": {"results": results}} if state == "claim is allocated" else None
+        there.claim("counting-extended-resources-x", request(), status={"allocation": allocation})
+        claim = msgspec.convert({"resourceClaimName": "counting-extended-resources-x"}, ExtendedClaimStatus)
+        pod = replace(pod, status=replace(pod.status, extended_resource_claim_status=claim))
+    if state == "bound":
+        pod = replace(pod, spec=replace(pod.spec, node_name="a"))
+    there.pods += [] if state == "gone" else [pod]
+    counting.preemptions.turn()
+    assert bool(counting.reserved.kept) == is_kept
+
+
+def test_the_scheduler_tries_a_pod_with_extended_resources_again_once_its_devices_are_free(counting: Site) -> None:
+    counting.turn(policy("notebooks", **ACTIVE))
+    counting.contest.there.gpus = node_of("a", gpus=1)
+    counting.preemptions.turn()
+    assert counting.reserved.woken == 1
 
 
 def test_nobody_else_is_evicted_while_there_is_a_reservation(site: Site) -> None:

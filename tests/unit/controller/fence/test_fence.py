@@ -35,11 +35,14 @@ OF_THE_FENCE = [step for step in Step if step not in (Step.DECIDE, Step.WRITE_PL
 
 
 class FencedApi(ObjectApi):
-    """With the admission policy, in the words of the chart's ``fence.yaml``; ``policy`` can be taken away."""
+    """With the admission policy, in the words of the chart's ``fence.yaml``; ``policy`` can be taken away.
+
+    ``admits_pods``: whether it is of a version that knows reservations for pods.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.policy = True
+        self.policy = self.admits_pods = True
         self.admit = self._refuses
 
     def fenced(self) -> set[PoolDevice]:
@@ -54,10 +57,11 @@ class FencedApi(ObjectApi):
         return f"ValidatingAdmissionPolicy 'tessera-fence' denied request: {closed}" if closed else None
 
     def _is_closed(self, device: PoolDevice, claim: Object) -> bool:
-        uid, reserved = claim["metadata"].get("uid"), (entry for entry in self.fenced() if "=" in entry.device)
-        parts = ((entry.pool, *entry.device.split("=")) for entry in reserved)
+        consumers = claim["status"].get("reservedFor", ()) if self.admits_pods else ()
+        admitted = {claim["metadata"].get("uid"), *(consumer["uid"] for consumer in consumers)}
+        parts = ((entry.pool, *entry.device.split("=")) for entry in self.fenced() if "=" in entry.device)
         return device in self.fenced() or any(
-            pool == device.pool and f"{device.device}-".startswith(f"{gpu}-") and uid not in uids.split(",")
+            pool == device.pool and f"{device.device}-".startswith(f"{gpu}-") and admitted.isdisjoint(uids.split(","))
             for pool, gpu, uids in parts
         )
 
@@ -113,6 +117,31 @@ def test_a_reserved_gpu_is_only_for_the_claims_that_are_named(api: FencedApi, cl
     fence.lift([entry])
     assert fence.reservations() == {}
     give(api, "later", PoolDevice(POOL, f"{A.device}-mig-1g10gb-0"))
+
+
+def test_a_gpu_that_is_reserved_for_a_pod_is_for_the_claims_that_are_allocated_for_it(
+    api: FencedApi, claims: ClaimsCache
+) -> None:
+    client = api.server.client()
+    assert fence_of(api, claims).reserve([A], ["waiting-pod"])
+    with pytest.raises(ApiError, match="tessera-fence"):
+        allocate(client, new_claim(client, "other"), A, pod="other-pod")
+    allocate(client, new_claim(client, "made-by-the-scheduler"), A, pod="waiting-pod")
+
+
+def test_a_gpu_of_which_the_full_device_is_fenced_can_be_reserved(api: FencedApi, claims: ClaimsCache) -> None:
+    """It is offered, and lifted from the fence, once the victims have ended."""
+    fence = fence_of(api, claims)
+    fence.take_back([A])
+    assert fence.reserve([A], ["waiting-pod"])
+
+
+def test_nothing_is_reserved_with_a_policy_of_an_earlier_version_that_would_refuse_the_waiting_pod(
+    api: FencedApi, claims: ClaimsCache
+) -> None:
+    api.admits_pods = False
+    assert not fence_of(api, claims).reserve([A], ["waiting-pod"])
+    assert api.fenced() - {PoolDevice(POOL, "")} == set()
 
 
 def test_a_new_leader_knows_what_is_reserved_and_for_whom(
