@@ -7,9 +7,11 @@ evicted for another.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal
+from datetime import datetime, time, timedelta
+from typing import Annotated, Any, Literal, get_args
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 from driver.errors import invalid_fields
@@ -20,6 +22,17 @@ from driver.model.plan import API_VERSION
 PATH = f"/apis/{API_VERSION}/gpupolicies"
 
 Names = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=253)], ...], Field(max_length=1000)]
+
+TimeOfDay = Annotated[str, Field(pattern=r"^([01][0-9]|2[0-3]):[0-5][0-9]$")]
+Day = Literal["Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun"]
+
+
+def _zone_name(name: str) -> str:
+    try:
+        ZoneInfo(name)
+    except (OSError, ValueError, ZoneInfoNotFoundError) as error:
+        raise ValueError("must be a time zone of the IANA database, such as Europe/Berlin") from error
+    return name
 
 
 class _PolicyPart(BaseModel):
@@ -39,9 +52,33 @@ class PreemptionRules(_PolicyPart):
 
 
 class EvictionBudget(_PolicyPart):
-    """``pods_per_hour``: most pods that are evicted within an hour by the policy. Victims are evicted all or none."""
+    """``pods_per_hour``: most pods that are evicted within an hour by the policy. Victims are evicted all or none.
+
+    ``per_namespace``: most of them in one namespace; None: that has no limit of its own.
+    """
 
     pods_per_hour: Annotated[int, Field(strict=True, ge=0, le=10_000)] = 10
+    per_namespace: Annotated[int, Field(strict=True, ge=0, le=10_000)] | None = None
+
+
+class QuietHours(_PolicyPart):
+    """A part of the day in which nobody is evicted by the policy. It ends on the next day unless ``begin`` is before
+    ``end``; ``days``: those on which it begins."""
+
+    begin: Annotated[TimeOfDay, Field(alias="from")]
+    end: Annotated[TimeOfDay, Field(alias="to")]
+    days: Annotated[tuple[Day, ...], Field(min_length=1, max_length=7)] = get_args(Day)
+    time_zone: Annotated[str, AfterValidator(_zone_name)]
+
+    def end_of(self, now: datetime) -> datetime | None:
+        """When the part that ``now`` is in ends; None: it is in none."""
+        zone, begin, end = ZoneInfo(self.time_zone), time.fromisoformat(self.begin), time.fromisoformat(self.end)
+        today = now.astimezone(zone).date()
+        for day in (today - timedelta(1), today):
+            ends = datetime.combine(day + timedelta(begin >= end), end, zone)
+            if get_args(Day)[day.weekday()] in self.days and datetime.combine(day, begin, zone) <= now < ends:
+                return ends
+        return None
 
 
 class PolicySpec(_PolicyPart):
@@ -56,6 +93,7 @@ class PolicySpec(_PolicyPart):
     device_classes: Names = ()
     preemption: PreemptionRules = PreemptionRules()
     budget: EvictionBudget = EvictionBudget()
+    quiet_hours: Annotated[tuple[QuietHours, ...], Field(max_length=20)] = ()
 
     def matches(self, namespace: str, classes: Iterable[str]) -> bool:
         return (not self.namespaces or namespace in self.namespaces) and (

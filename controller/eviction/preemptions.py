@@ -205,8 +205,9 @@ class Preemptions:
     def _tell(self, chosen: ChosenVictims) -> None:
         """Say on the policies of the victims that these would be evicted, and count them once."""
         uid, names = chosen.pod.metadata.uid, frozenset(chosen.names)
-        self._tell_policies(chosen, WOULD_EVICT)
-        if self._counted.get(uid) != names:
+        limit = self._evictor.recent.limit(chosen.victims)
+        self._tell_policies(chosen, WOULD_EVICT, limit or "")
+        if limit is None and self._counted.get(uid) != names:
             self._counted[uid] = names
             for _ in names:
                 self._evictor.count(Trigger.PREEMPTION, Outcome.DRY_RUN)
@@ -241,10 +242,8 @@ class Preemptions:
         """Why these are not evicted now; None: the API server agrees to each eviction. Raises ApiError."""
         if self._evictor.has_lost_pods(chosen.pod):
             return "the owner of the waiting pod has lost a pod in this way within an hour"
-        for policy in chosen.policies:
-            lost, budget = self._evictor.recent.of_policy(policy.metadata.name), policy.spec.budget.pods_per_hour
-            if lost + sum(decides is policy for _, decides in chosen.victims) > budget:
-                return f"the budget of policy {policy.metadata.name} is {budget} pods an hour, of which {lost} are used"
+        if (limit := self._evictor.recent.limit(chosen.victims)) is not None:
+            return limit
         try:
             for victim, _ in chosen.victims:
                 self._evictor.evict(victim, Trigger.PREEMPTION, is_rehearsal=True)

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection
 from contextlib import suppress
 
 import msgspec
 
+from controller.eviction.gpu_policy import GpuPolicy
 from driver.clock import Clock
 from driver.errors import CONFLICT, ApiError
 from driver.kube.client import KubeClient, Object
@@ -74,9 +76,20 @@ class RecentEvictions:
         since = self._now() - seconds
         return sum(past.node == node and past.at > since for past in self._record.evictions)
 
-    def of_policy(self, name: str) -> int:
-        """Number of pods that were evicted by a GpuPolicy."""
-        return sum(past.policy == name for past in self._record.evictions)
+    def limit(self, victims: Collection[tuple[Pod, GpuPolicy]]) -> str | None:
+        """Why the policies of these pods do not let them be evicted now: quiet hours, a budget; None: they do."""
+        for policy in {policy.metadata.name: policy for _, policy in victims}.values():
+            name, budget = policy.metadata.name, policy.spec.budget
+            ends = [end for hours in policy.spec.quiet_hours if (end := hours.end_of(self._clock.now())) is not None]
+            if ends:
+                return f"policy {name} has quiet hours until {max(ends):%a %H:%M} ({max(ends).tzinfo})"
+            lost = Counter(past.owner.partition("/")[0] for past in self._record.evictions if past.policy == name)
+            more = Counter(pod.metadata.namespace for pod, decides in victims if decides is policy)
+            limits = [(f" of namespace {key}", lost[key], more[key], budget.per_namespace) for key in sorted(more)]
+            for whose, used, count, most in [("", lost.total(), more.total(), budget.pods_per_hour), *limits]:
+                if most is not None and used + count > most:
+                    return f"the budget of policy {name} is {most} pods{whose} an hour, of which {used} are used"
+        return None
 
     def asking(self, nodes: Collection[str], seconds: float) -> set[str]:
         """Record that ``nodes`` ask for evictions now. Return those that did so within the last ``seconds``.

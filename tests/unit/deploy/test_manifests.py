@@ -13,7 +13,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from controller.eviction.gpu_policy import PolicySpec, PreemptionRules
+from controller.eviction.gpu_policy import EvictionBudget, PolicySpec, PreemptionRules, QuietHours
 from deviceclasses.cel.engine import Program, compile_selector, from_slice_device
 from driver.config.opaque_parameters import GpuConfig, MigDeviceConfig, ShareConfig, parse_parameters
 from driver.hardware.gpu_properties import known_memory
@@ -340,12 +340,25 @@ def spec_of(plural: str) -> dict[str, Any]:
     return dict(schema["properties"]["spec"])
 
 
+def without_words(schema: dict[str, Any]) -> dict[str, Any]:
+    """What a schema refuses."""
+    words = {"title", "description", "default", "additionalProperties"}
+    return {
+        key: {name: without_words(field) for name, field in value.items()} if key == "properties" else value
+        for key, value in schema.items()
+        if key not in words
+    }
+
+
 def test_the_api_server_takes_the_fields_of_a_policy_that_the_controller_reads() -> None:
     schema = spec_of("gpupolicies")
     read = {field.alias or name for name, field in PolicySpec.model_fields.items()}
     assert schema["properties"].keys() == read
-    rules = {field.alias or name for name, field in PreemptionRules.model_fields.items()}
-    assert schema["properties"]["preemption"]["properties"].keys() == rules
+    for part, model in (("preemption", PreemptionRules), ("budget", EvictionBudget)):
+        fields = {field.alias or name for name, field in model.model_fields.items()}
+        assert schema["properties"][part]["properties"].keys() == fields
+    hours = schema["properties"]["quietHours"]["items"]
+    assert without_words(hours) == without_words(QuietHours.model_json_schema())
     assert schema["properties"]["mode"]["enum"] == list(get_args(PolicySpec.model_fields["mode"].annotation))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from controller.eviction.preemptions import PODS_PER_TURN, RESERVATION_SECONDS, 
 from controller.eviction.recent_evictions import RecentEvictions
 from controller.metrics import ControllerMetrics
 from driver.kube.events import Recorder
-from driver.kube.types import ExtendedClaimStatus, Pod
+from driver.kube.types import ExtendedClaimStatus, Metadata, Pod
 from tests.support.api_server import Object
 from tests.support.evictions import ClusterApi
 from tests.support.preemption import EVERYBODY, OWNER, Contest, policy
@@ -35,6 +36,7 @@ EVENTS = "/api/v1/namespaces/default/events"
 
 
 ACTIVE = {**EVERYBODY, "mode": "Active"}
+ALL_DAY = {"from": "00:00", "to": "00:00", "timeZone": "Europe/Berlin"}
 GPU = PoolDevice(f"a-{DRIVER}", "gpu-0")
 
 
@@ -139,6 +141,15 @@ def test_the_policy_of_the_victims_is_told_who_would_be_evicted_and_nobody_is(si
     assert "default/notebook, of priority 0 at most" in message
     assert site.api.evicted == []
     assert site.reserved.kept == {}
+
+
+def test_in_quiet_hours_the_mode_dry_run_says_so_and_counts_nobody(site: Site) -> None:
+    site.turn(policy("notebooks", **EVERYBODY, quietHours=[ALL_DAY]))
+    eventually(site.told, "an Event is written")
+    [(_, reason, message)] = site.told()
+    assert reason == "WouldEvict"
+    assert re.search(r", but policy notebooks has quiet hours until \w{3} 00:00 \(Europe/Berlin\)$", message)
+    assert site.counted() == 0
 
 
 def test_the_same_victims_of_the_same_pod_count_once(site: Site) -> None:
@@ -322,6 +333,12 @@ def test_a_reservation_ends(site: Site, end: str) -> None:
     ("spec", "obstacle"),
     [
         pytest.param({"budget": {"podsPerHour": 0}}, "the budget of policy notebooks is 0 pods an hour", id="budget"),
+        pytest.param(
+            {"budget": {"perNamespace": 0}},
+            "the budget of policy notebooks is 0 pods of namespace default an hour, of which 0 are used",
+            id="budget of a namespace",
+        ),
+        pytest.param({"quietHours": [ALL_DAY]}, "policy notebooks has quiet hours until ", id="quiet hours"),
         pytest.param({}, "the API server refuses an eviction", id="refused"),
         pytest.param({}, "the fence, which would reserve their devices, is not in force", id="no fence"),
         pytest.param({}, "the pod does not wait any more", id="bound"),
@@ -389,8 +406,12 @@ def test_all_victims_of_a_budget_are_evicted_or_none(site: Site, spare: int, evi
     assert site.reserved.kept.keys() == (gpus if evicted else set())
 
 
-def test_a_victim_counts_against_the_budget_of_its_own_policy(site: Site) -> None:
-    site.turn(policy("notebooks", **ACTIVE))
+@pytest.mark.parametrize("decides", ["notebooks", "others"])
+def test_a_victim_counts_against_the_budget_of_its_own_policy(site: Site, decides: str) -> None:
+    site.turn(policy("notebooks", **ACTIVE, budget={"podsPerHour": 1}))
     recent = RecentEvictions(site.api.server.client(), "tessera")
     recent.refresh()
-    assert (recent.of_policy("notebooks"), recent.of_policy("others")) == (1, 0)
+    victim = Pod(Metadata(name="later", namespace="default", uid="later"))
+    limit = recent.limit([(victim, policy(decides, **ACTIVE, budget={"podsPerHour": 1}))])
+    used = "the budget of policy notebooks is 1 pods an hour, of which 1 are used"
+    assert limit == (used if decides == "notebooks" else None)
