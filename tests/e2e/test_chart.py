@@ -50,7 +50,13 @@ DIRECTORIES = {
 VALUE_SETS: dict[str, tuple[Values, str]] = {
     "defaults": ({}, "default"),
     "everything else": (
-        {"driverName": "gpu.nvidia.com", **EVERY_NAME, "crd": {"keep": False}, "priorityQuota": {"enabled": True}},
+        {
+            "driverName": "gpu.nvidia.com",
+            **EVERY_NAME,
+            "crd": {"keep": False},
+            "priorityQuota": {"enabled": True},
+            "priorityClasses": {"create": True},
+        },
         OTHER_NAMESPACE,
     ),
     "less": ({"classes": {"gpu-dev": False}, "fence": OFF, "admission": OFF, "driverName": "true"}, "default"),

@@ -129,6 +129,7 @@ VALUE_SETS: dict[str, tuple[Values, Counter[str]]] = {
         {"priorityQuota": {"enabled": True}, "nodePlugin": {"driverRoot": "/home/kubernetes/bin/nvidia"}},
         EVERYTHING + Counter(["ResourceQuota"]),
     ),
+    "priority classes": ({"priorityClasses": {"create": True}}, EVERYTHING + Counter(PriorityClass=3)),
     "no priority": ({each: {"priorityClassName": ""} for each in PARTS}, EVERYTHING),
     "Prometheus operator": (
         {"podMonitor": {"enabled": True, "labels": {"release": "prometheus"}}},
@@ -279,7 +280,7 @@ BAD_VALUES: dict[str, tuple[Values, str]] = {
             *("/controller", "/controller/replicas", "/controller/logLevel", "/controller/pdb"),
             *("/controller/pdb/maxUnavailable", "/podMonitor", "/podMonitor/interval", "/dashboards"),
             *("/prometheusRules", "/priorityQuota", "/priorityQuota/pods", "/admission", "/admission/shareClasses"),
-            *("/fence", "/crd"),
+            *("/priorityClasses", "/fence", "/crd"),
             *("/uninstall", "/uninstall/timeoutSeconds"),
         )
     },
@@ -417,6 +418,12 @@ def test_each_policy_goes_alone_and_with_its_binding(switched: Values, gone: lis
     objects = rendered(switched)
     for kind in POLICIES:
         assert sorted(of_kind(kind, objects)) == sorted({FENCE, *ADMISSION, *BOUNDARIES} - {*gone})
+
+
+def test_serving_comes_before_training_and_training_before_development() -> None:
+    classes = of_kind("PriorityClass", rendered({"priorityClasses": {"create": True}}))
+    in_order = sorted(classes, key=lambda name: -int(classes[name]["value"]))
+    assert in_order == ["tessera-serving", "tessera-training", "tessera-dev"]
 
 
 @pytest.mark.parametrize("keep", [True, False])
