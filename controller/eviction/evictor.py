@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import msgspec
 
 from controller.demand.node_eligibility import meets
-from controller.eviction.recent_evictions import RecentEvictions
+from controller.eviction.recent_evictions import EvictionCause, RecentEvictions
 from driver.config.flag_values import SUBDOMAIN
 from driver.errors import CONFLICT, NOT_FOUND, SERVER_ERROR, ApiError
 from driver.kube.client import KubeClient
@@ -254,10 +254,12 @@ class Evictor:
         evictable = [pod for pod in pods if self.evict(pod, trigger, is_rehearsal=True)]
         yield from (pod for pod in evictable if self.evict(pod, trigger))
 
-    def evict(self, pod: Pod, trigger: Trigger | None, *, is_rehearsal: bool = False, policy: str = "") -> bool:
+    def evict(
+        self, pod: Pod, trigger: Trigger | None, *, is_rehearsal: bool = False, **cause: Unpack[EvictionCause]
+    ) -> bool:
         """Evict ``pod``, or only ask whether the API server would; False: it is gone. Raises ApiError.
 
-        ``trigger``: None if a person evicts it, which no metric counts. ``policy``: the GpuPolicy whose budget it uses.
+        ``trigger``: None if a person evicts it, which no metric counts. A GpuPolicy in ``cause`` uses its budget.
         """
         metadata = pod.metadata
         about = {"name": metadata.name, "namespace": metadata.namespace}
@@ -266,7 +268,8 @@ class Evictor:
         body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": about, "deleteOptions": options}
         if not is_rehearsal:
             owner = pod.controller
-            self.recent.add(pod, _owner_key(metadata.namespace, owner) if owner is not None else "", policy)
+            key = _owner_key(metadata.namespace, owner) if owner is not None else ""
+            self.recent.add(pod, key, trigger or "drain", **cause)
         try:
             self._client.create(f"{_path(metadata.namespace, metadata.name)}/eviction", body)
         except ApiError as error:

@@ -24,6 +24,7 @@ from controller.eviction.evictor import Evictor, Outcome, Trigger, pod_reference
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, parse_policy, read_policies
 from controller.eviction.preemption import Preemption, RunningPods
 from controller.eviction.preemption_preview import Preview, preview_of, read_running
+from controller.eviction.recent_evictions import EvictionCause
 from driver.errors import NOT_FOUND, ApiError, UsageError, accepted_status
 from driver.kube.client import KubeClient
 from driver.kube.events import Recorder, Type
@@ -224,11 +225,15 @@ class Preemptions:
             return False
         self._tell_policies(chosen, EVICTING)
         self._recorder.event(pod_reference(chosen.pod), EVICTING, _for_contender(chosen))
+        units = chosen.preemption.victims.units
+        hours = {pod: round(unit.cost.gpu_hours / len(unit.pods), 3) for unit in units for pod in unit.pods}
         try:
             for victim, policy in chosen.victims:
                 if not self._still_waits(chosen.pod):
                     break
-                if self._evictor.evict(victim, Trigger.PREEMPTION, policy=policy.metadata.name):
+                cause = EvictionCause(policy=policy.metadata.name, contender=str(chosen.pod.metadata.key))
+                cause["gpu_hours"] = hours[str(victim.metadata.key)]
+                if self._evictor.evict(victim, Trigger.PREEMPTION, **cause):
                     message = _for_victim(chosen, victim)
                     self._recorder.event(pod_reference(victim), PREEMPTED_FOR, message, "Warning")
         except ApiError as error:

@@ -1,5 +1,5 @@
-"""Which pods were evicted lately and which nodes asked for it, stored so that the limits of ``evictor`` (an owner) and
-``failed_starts`` (a node, the cluster) hold after a change of leaders, too."""
+"""Which pods were evicted within a day and which nodes asked for it, for people to see, and so that the limits of
+``evictor`` (an owner), ``failed_starts`` (a node, the cluster) and policies hold after a change of leaders, too."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection
 from contextlib import suppress
+from typing import TypedDict, Unpack
 
 import msgspec
 
@@ -22,11 +23,12 @@ log = logging.getLogger(__name__)
 ANNOTATION = "gpu.tessera.dev/evictions"
 """Annotation of the fence's ConfigMap, of which nodes may change only the data: the record as JSON."""
 
-RECORD_SECONDS = 3600.0
-"""Time for which an eviction is recorded."""
+RECORD_SECONDS, HISTORY_SECONDS = 3600.0, 86_400.0
+"""Time for which an eviction counts, and for which it is shown."""
 
-MAX_RECORD_BYTES = 200 << 10
-"""Longest record; beyond that nobody is evicted. All annotations of an object have at most 256 KiB together."""
+MAX_RECORD_BYTES, MAX_HISTORY_BYTES = 200 << 10, 64 << 10
+"""Longest record; beyond that nobody is evicted. Beyond the second, evictions that do not count any more are forgotten:
+every write of the fence carries them. All annotations of an object have at most 256 KiB together."""
 
 MAX_ATTEMPTS = 5
 """Attempts of one write: meanwhile the fence may have changed its data."""
@@ -34,13 +36,25 @@ MAX_ATTEMPTS = 5
 
 class Eviction(msgspec.Struct, frozen=True, array_like=True):
     """A pod by its UID, its owner as the evictor names it, the API server's time in seconds since 1970, and the
-    GpuPolicy, if there is one."""
+    GpuPolicy, if there is one. Then, which earlier versions do not write: for whom, and what it has cost."""
 
     pod: str
     owner: str
     node: str
     at: float
     policy: str = ""
+    name: str = ""
+    trigger: str = ""
+    contender: str = ""
+    gpu_hours: float = 0.0
+
+
+class EvictionCause(TypedDict, total=False):
+    """The GpuPolicy by which a pod is evicted, the pod for which it is, and the work that is lost."""
+
+    policy: str
+    contender: str
+    gpu_hours: float
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -51,7 +65,7 @@ class Record(msgspec.Struct, frozen=True):
 
 
 class RecentEvictions:
-    """The record of the last hour. For one thread; methods raise ApiError.
+    """The record. For one thread; methods raise ApiError. Limits count the last hour; ``record`` has a day.
 
     It is written before a pod is evicted: a leader that is killed between the two leaves a pod that counts only once.
     Writes build on what was read: of two leaders for a moment, one evicts nobody.
@@ -61,7 +75,7 @@ class RecentEvictions:
         self._client, self._namespace = client, namespace
         self._clock = clock or client.clock
         self._folder = f"/api/v1/namespaces/{namespace}/configmaps"
-        self._record, self._version, self._text = Record(), "", ""
+        self.record, self._version, self._text = Record(), "", ""
 
     def refresh(self) -> None:
         """Read the record anew, before it is decided who is evicted."""
@@ -69,12 +83,12 @@ class RecentEvictions:
 
     def of_owner(self, owner: str, besides: Collection[str]) -> int:
         """Number of pods of ``owner`` that were evicted; those with a UID in ``besides`` do not count."""
-        return sum(past.owner == owner and past.pod not in besides for past in self._record.evictions)
+        return sum(past.owner == owner and past.pod not in besides for past in self._counting())
 
     def on_node(self, node: str, seconds: float) -> int:
         """Number of pods that were evicted from ``node`` within the last ``seconds``."""
         since = self._now() - seconds
-        return sum(past.node == node and past.at > since for past in self._record.evictions)
+        return sum(past.node == node and past.at > since for past in self.record.evictions)
 
     def limit(self, victims: Collection[tuple[Pod, GpuPolicy]]) -> str | None:
         """Why the policies of these pods do not let them be evicted now: quiet hours, a budget; None: they do."""
@@ -83,7 +97,7 @@ class RecentEvictions:
             ends = [end for hours in policy.spec.quiet_hours if (end := hours.end_of(self._clock.now())) is not None]
             if ends:
                 return f"policy {name} has quiet hours until {max(ends):%a %H:%M} ({max(ends).tzinfo})"
-            lost = Counter(past.owner.partition("/")[0] for past in self._record.evictions if past.policy == name)
+            lost = Counter(past.owner.partition("/")[0] for past in self._counting() if past.policy == name)
             more = Counter(pod.metadata.namespace for pod, decides in victims if decides is policy)
             limits = [(f" of namespace {key}", lost[key], more[key], budget.per_namespace) for key in sorted(more)]
             for whose, used, count, most in [("", lost.total(), more.total(), budget.pods_per_hour), *limits]:
@@ -98,27 +112,31 @@ class RecentEvictions:
         """
         self.refresh()
         now = self._now()
-        asked_at = {node: at for node, at in self._record.asked_at.items() if at > now - seconds}
+        asked_at = {node: at for node, at in self.record.asked_at.items() if at > now - seconds}
         is_due = any(asked_at.get(node, 0.0) <= now - seconds / 2 for node in nodes)
-        record = msgspec.structs.replace(self._record, asked_at=asked_at | dict.fromkeys(nodes, now))
+        record = msgspec.structs.replace(self.record, asked_at=asked_at | dict.fromkeys(nodes, now))
         if is_due:
             self._write(record)
-        self._record = record
+        self.record = record
         return {*record.asked_at}
 
-    def add(self, pod: Pod, owner: str, policy: str = "") -> None:
+    def add(self, pod: Pod, owner: str, trigger: str = "", **cause: Unpack[EvictionCause]) -> None:
         """Record that ``pod`` is about to be evicted."""
-        others = tuple(past for past in self._record.evictions if past.pod != pod.metadata.uid)
-        eviction = Eviction(pod.metadata.uid, owner, pod.spec.node_name, self._now(), policy)
-        self._write(msgspec.structs.replace(self._record, evictions=(*others, eviction)))
+        uid, name, at = pod.metadata.uid, str(pod.metadata.key), self._now()
+        others = tuple(past for past in self.record.evictions if past.pod != uid)
+        eviction = Eviction(uid, owner, pod.spec.node_name, at, name=name, trigger=trigger, **cause)
+        self._write(msgspec.structs.replace(self.record, evictions=(*others, eviction)))
 
     def discard(self, pod: Pod) -> None:
         """Forget ``pod``, which was not evicted after all. Does not raise: if this can't be written, it ends like any
-        other after an hour."""
-        others = tuple(past for past in self._record.evictions if past.pod != pod.metadata.uid)
-        self._record = msgspec.structs.replace(self._record, evictions=others)
+        other."""
+        others = tuple(past for past in self.record.evictions if past.pod != pod.metadata.uid)
+        self.record = msgspec.structs.replace(self.record, evictions=others)
         with suppress(ApiError):
-            self._write(self._record)
+            self._write(self.record)
+
+    def _counting(self) -> list[Eviction]:
+        return [past for past in self.record.evictions if past.at > self._now() - RECORD_SECONDS]
 
     def _now(self) -> float:
         return self._clock.now().timestamp()
@@ -132,14 +150,18 @@ class RecentEvictions:
         except msgspec.MsgspecError as error:
             log.warning("the record of evictions does not parse: it starts anew", extra={"error": str(error)})
             record = Record()
-        recent = (past for past in record.evictions if past.at > now - RECORD_SECONDS)
+        recent = (past for past in record.evictions if past.at > now - HISTORY_SECONDS)
         # A time in the future, after the API server's clock was set back, ends like any other.
         evictions = tuple(msgspec.structs.replace(past, at=min(past.at, now)) for past in recent)
         asked_at = {node: min(at, now) for node, at in record.asked_at.items()}
-        self._record = Record(evictions, asked_at)
+        self.record = Record(evictions, asked_at)
 
     def _write(self, record: Record) -> None:
-        text = msgspec.json.encode(record)
+        since = self._now() - RECORD_SECONDS
+        while len(text := msgspec.json.encode(record)) > MAX_HISTORY_BYTES:
+            if all(past.at > since for past in record.evictions[:1]):
+                break
+            record = msgspec.structs.replace(record, evictions=record.evictions[1:])
         if len(text) > MAX_RECORD_BYTES:
             raise ApiError(f"the record of evictions is full ({MAX_RECORD_BYTES >> 10} KiB): no pod is evicted")
         metadata: Object = {"annotations": {ANNOTATION: text.decode()}}

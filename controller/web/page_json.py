@@ -131,6 +131,7 @@ def content_of(view: ClusterView, in_detail: Callable[[], bool]) -> PageContent:
         "products": summary.products,
         "classes": summary.classes,
         "pending": pending,
+        "evictions": () if view.reads is None else view.reads.evictions(),
         "pendingCount": max(len(pending), len(view.queue.pending) + len(stuck)),
     }
     return PageContent(nodes, {name: encode(part) for name, part in parts.items()})

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import click
 
-from driver.clock import wait_until
+from controller.eviction.recent_evictions import Eviction
+from driver.clock import wait_until, written_time
 from driver.errors import ApiError
 from tessera.cluster_options import ListOnceClient, access_of, with_driver_name, with_kubeconfig
 from tessera.progress import Progress
@@ -30,12 +31,14 @@ class CheckState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """Result of one check: a summary, findings, and the lists that it needs but that can't be read (``unread``)."""
+    """Result of one check: a summary, findings, the lists that it needs but that can't be read (``unread``), and the
+    evictions that it lists, the oldest first."""
 
     check: str
     summary: str
     findings: tuple[Problem, ...] = ()
     unread: tuple[str, ...] = ()
+    evictions: tuple[Eviction, ...] = ()
 
     @property
     def state(self) -> CheckState:
@@ -52,6 +55,9 @@ class StatusCheck(NamedTuple):
     needs: tuple[Listing, ...] = ()
     uses: tuple[Listing, ...] = ()
 
+
+EVICTIONS = "evictions"
+SHOWN_EVICTIONS = 20
 
 CHECKS: Mapping[str, StatusCheck] = {
     "API server": StatusCheck(installation.api),
@@ -71,6 +77,7 @@ CHECKS: Mapping[str, StatusCheck] = {
     ),
     "starts": StatusCheck(stuck_claims.starts, (Listing.PENDING, Listing.PLANS)),
     "releases": StatusCheck(stuck_claims.releases, (Listing.PENDING,)),
+    EVICTIONS: StatusCheck(stuck_claims.evictions),
     "health": StatusCheck(nodes.health, (Listing.SLICES,), (Listing.PLANS, Listing.PENDING)),
     "offers": StatusCheck(nodes.offers, (Listing.PLANS, Listing.SLICES)),
     "mode": StatusCheck(nodes.mode, (Listing.PLANS, Listing.SLICES), (Listing.LEASES,)),
@@ -112,7 +119,9 @@ def _result(name: str, check: StatusCheck, snapshot: StatusSnapshot) -> CheckRes
     summary = [part for part in parts if isinstance(part, str)]
     if missing:
         summary.append(f"{', '.join(missing)} can't be listed")
-    return CheckResult(name, ", ".join(summary), tuple(part for part in parts if isinstance(part, Problem)), missing)
+    findings = tuple(part for part in parts if isinstance(part, Problem))
+    evictions = tuple(part for part in parts if isinstance(part, Eviction))
+    return CheckResult(name, ", ".join(summary), findings, missing, evictions)
 
 
 STATE_COLOURS = {CheckState.OK: "green", CheckState.PROBLEM: "red", CheckState.UNREAD: "yellow"}
@@ -209,11 +218,32 @@ def as_text(results: Sequence[CheckResult]) -> str:
     problems = [(result.check, finding) for result in results for finding in result.findings]
     unread = sum(result.state is CheckState.UNREAD for result in results)
     table = columns(["CHECK", "STATE", "SUMMARY"], rows)
-    lines = [table, ""]
+    lines = [table, "", *(_evictions_text(result.evictions) for result in results if result.evictions)]
     for check, finding in problems:
         about, message, remedy = map(printable, (finding.about, finding.message, finding.remedy))
         lines.append(f"{check}: {click.style(about, bold=True)} {message}\n    -> {remedy}")
     return "\n".join([*lines, _verdict(len(problems), unread)])
+
+
+def _eviction(eviction: Eviction) -> dict[str, object]:
+    return {
+        "pod": eviction.name or eviction.pod,  # earlier versions record its UID only
+        "at": written_time(int(eviction.at)),
+        "node": eviction.node,
+        "for": eviction.contender or None,
+        "gpuHours": eviction.gpu_hours,
+        "trigger": eviction.trigger or None,
+        "policy": eviction.policy or None,
+    }
+
+
+def _evictions_text(evictions: Sequence[Eviction]) -> str:
+    """A table of the newest."""
+    header = ["EVICTED", "AT", "NODE", "FOR", "GPU HOURS", "TRIGGER", "POLICY"]
+    newest = [_eviction(eviction).values() for eviction in reversed(evictions[-SHOWN_EVICTIONS:])]
+    table = columns(header, [["-" if cell is None else printable(str(cell)) for cell in cells] for cells in newest])
+    more = len(evictions) - len(newest)
+    return f"{table}\nand {more} earlier (-o json)\n" if more else f"{table}\n"
 
 
 def as_json(results: Sequence[CheckResult]) -> list[dict[str, object]]:
@@ -224,6 +254,7 @@ def as_json(results: Sequence[CheckResult]) -> list[dict[str, object]]:
             "state": result.state.value,
             "summary": result.summary,
             "findings": [{"about": f.about, "message": f.message, "remedy": f.remedy} for f in result.findings],
+            **({"evictions": list(map(_eviction, result.evictions))} if result.check == EVICTIONS else {}),
         }
         for result in results
     ]

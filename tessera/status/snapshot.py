@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from controller.app import LEASE
+from controller.eviction.recent_evictions import Eviction, RecentEvictions
 from controller.explain.events import COMPONENT, WrittenEvent
 from controller.report.claim_explainer import Explainer, Explanation
 from controller.report.cluster_view import read_cluster
@@ -87,8 +88,8 @@ class Problem:
     remedy: str
 
 
-CheckOutput = Iterator[str | Problem]
-"""Parts of a check's summary, and its findings."""
+CheckOutput = Iterator[str | Problem | Eviction]
+"""Parts of a check's summary, its findings, and evictions that it lists."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class StatusSnapshot:
     daemon_set     None if there is none, or if it can't be read
     deployment     the same; only ``read_rollout`` reads it and ``revisions``, the versions of ``daemon_set``
     autoscaler     status ConfigMap of cluster-autoscaler; None if there is none, or if it can't be read
+    evictions      of the last day, the oldest first; None if they can't be read, which nothing else depends on
     unreadable     lists that can't be read, with the reason; their fields are empty
     """
 
@@ -135,6 +137,7 @@ class StatusSnapshot:
     deployment: Object | None = None
     revisions: Sequence[Object] = ()
     autoscaler: Object | None = None
+    evictions: Sequence[Eviction] | None = ()
     unreadable: Mapping[Listing, ReadFailure] = field(default_factory=dict)
 
     def has_read(self, *listings: Listing) -> bool:
@@ -238,6 +241,7 @@ class SnapshotReader:
             leases={lease["metadata"]["name"]: lease for lease in own_leases},
             node_leases=self._read(Listing.NODE_LEASES, leases("kube-node-lease"), Object),
             daemon_set=self._find(f"{APPS}/namespaces/{self._namespace}/daemonsets", NODE_PLUGIN),
+            evictions=self._evictions(),
             autoscaler=self._find("/api/v1/namespaces/kube-system/configmaps", AUTOSCALER),
             unreadable=self._unreadable,
         )
@@ -343,6 +347,13 @@ class SnapshotReader:
                 plans = [_as_of(plan, first) for plan in find_plans(self._client) or ()]
             return None if plans is None else {plan.metadata.name: plan for plan in plans}
         return {}
+
+    def _evictions(self) -> Sequence[Eviction] | None:
+        recent = RecentEvictions(self._client, self._namespace)
+        with suppress(ApiError):
+            recent.refresh()
+            return recent.record.evictions
+        return None
 
     def _find(self, path: str, name: str) -> Object | None:
         return next(iter(self._list_named(path, name)), None)

@@ -1,4 +1,5 @@
-"""The checks of ``tessera status`` about claims that are pending, or can not be prepared or released (pure)."""
+"""The checks of ``tessera status`` about claims that are pending, or can not be prepared or released, and about evicted
+pods (pure)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from controller.explain.events import UNREADABLE
 from controller.explain.reason import ReasonCode
 from controller.explain.sources.selected_gpus import listed
 from controller.report.claim_explainer import OTHER_DRIVERS, Explanation
-from driver.model.plan import FailureCause
+from driver.model.plan import FENCE, FailureCause
 from tessera.status.snapshot import CheckOutput, Problem, StatusSnapshot
 from tessera.tables_and_drawings import counted
 
@@ -122,6 +123,17 @@ def releases(snapshot: StatusSnapshot) -> CheckOutput:
         yield Problem(_about(explanation), explanation.message, remedy)
     if (more := len(unreleased) - MAX_FINDINGS) > 0:
         yield Problem(f"{more} more", "can't be released", "tessera why -A")
+
+
+def evictions(snapshot: StatusSnapshot) -> CheckOutput:
+    """The pods that were evicted within a day."""
+    if snapshot.evictions is None:
+        yield f"unknown: ConfigMap {FENCE} can't be read"
+        return
+    hours = sum(eviction.gpu_hours for eviction in snapshot.evictions)
+    cost = f", {hours:.1f} GPU hours lost" if hours else ""
+    yield f"{counted(len(snapshot.evictions), 'pod')} evicted within a day{cost}"
+    yield from snapshot.evictions
 
 
 def _counts(claims: Iterable[Explanation]) -> str:

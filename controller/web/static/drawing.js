@@ -225,6 +225,14 @@ export function age(created) {
   return counted(seconds, "second");
 }
 
+/** A pod that was evicted, as the controller records it; earlier versions do not record its name. */
+export function evictionRow([uid, , node, at, policy, pod, trigger, contender, hours]) {
+  const created = new Date(1000 * at).toISOString();
+  const why = [trigger, policy].filter(Boolean).join(", policy ");
+  return element("tr", {}, element("td", {}, pod || uid), element("td", { "data-created": created }, age(created)),
+    ...[node, contender, shortNumber(hours), why].map((text) => element("td", {}, text || "-")));
+}
+
 /** The topology of a node: GPUs and the devices of other drivers by NUMA node and PCIe root. */
 export function nodeDetail(node, devices, problem) {
   const roots = new Map();

@@ -1,5 +1,5 @@
 // The page: loads everything once, follows the changes, and draws what is in view.
-import { age, counted, element, fillNode, grouped, legend, nodeDetail, nodeFrame, pendingRow, printable, productRow, setClock } from "/drawing.js";
+import { age, counted, element, evictionRow, fillNode, grouped, legend, nodeDetail, nodeFrame, pendingRow, printable, productRow, setClock } from "/drawing.js";
 
 const FIRST_FILLED = 16; // nodes that are drawn at once; others when they come into view
 const MAX_ROWS = 100; // nodes, and rows of pending claims, that are shown at once; a search finds the others
@@ -7,7 +7,7 @@ const SILENCE_MS = 40_000; // the server sends something every 15 s
 const MAX_DELAY_MS = 15_000;
 
 const find = (id) => document.getElementById(id);
-const state = { nodes: new Map(), classes: [], products: [], pending: [], pendingCount: 0, stale: null };
+const state = { nodes: new Map(), classes: [], products: [], pending: [], pendingCount: 0, evictions: [], stale: null };
 const frames = new Map(); // by name of the node
 const groups = new WeakMap(); // the pending claims of a row
 const texts = new WeakMap(); // what the search looks at, by node or pending claim
@@ -89,11 +89,12 @@ function apply(update, isComplete) {
   if (isComplete) state.nodes.clear();
   for (const name of update.removed) state.nodes.delete(name);
   for (const node of update.nodes) state.nodes.set(node.name, node);
-  for (const part of ["classes", "products", "pending", "pendingCount", "stale"]) {
+  for (const part of ["classes", "products", "pending", "pendingCount", "evictions", "stale"]) {
     if (part in update) state[part] = update[part];
   }
   if (isComplete || "products" in update) find("products").replaceChildren(...state.products.map(productRow));
   if (isComplete || "pending" in update || "pendingCount" in update) drawPending();
+  if ("evictions" in update) find("evictions").replaceChildren(...state.evictions.slice(-MAX_ROWS).reverse().map(evictionRow));
   if ("classes" in update) find("legend").replaceChildren(...legend(state.classes));
   drawNodes(isComplete || "classes" in update ? null : new Set(update.nodes.map((node) => node.name)));
   if (opened !== null) drawDetail();
@@ -259,7 +260,7 @@ function show(connection, message) {
 /** Resolves when a token has been entered. What was shown is removed: it is no longer this person's to see. */
 function askForToken(problem) {
   state.nodes.clear();
-  Object.assign(state, { classes: [], products: [], pending: [], pendingCount: 0, stale: null });
+  Object.assign(state, { classes: [], products: [], pending: [], pendingCount: 0, evictions: [], stale: null });
   version = "";
   if (find("detail").open) find("detail").close();
   drawNodes(null);

@@ -342,7 +342,7 @@ def spec_of(plural: str) -> dict[str, Any]:
 
 def without_words(schema: dict[str, Any]) -> dict[str, Any]:
     """What a schema refuses."""
-    words = {"title", "description", "default", "additionalProperties"}
+    words = {"title", "description", "default", "additionalProperties", "format"}
     return {
         key: {name: without_words(field) for name, field in value.items()} if key == "properties" else value
         for key, value in schema.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -97,7 +98,7 @@ class Site:
         """One look, with these policies in the cluster."""
         there = self.contest.there
         for number, item in enumerate(policies):
-            content = item.model_dump(by_alias=True) if isinstance(item, GpuPolicy) else item
+            content = item.model_dump(mode="json", by_alias=True) if isinstance(item, GpuPolicy) else item
             name = content["metadata"]["name"]
             metadata = {"name": name, "uid": f"policy-{number}"}
             self.api.store(f"{PATH}/{name}", metadata=metadata, spec=content.get("spec"))
@@ -118,6 +119,14 @@ class Site:
     def read(self) -> set[str]:
         """The paths of all lists and objects that were read."""
         return {path.partition("?")[0] for kind in ("list", "get") for path in self.api.queries(kind)}
+
+    def recorded(self) -> list[tuple[str, str, str, str, float]]:
+        """Pod, trigger, policy, for whom, and GPU hours of the evictions that another leader finds."""
+        recent = RecentEvictions(self.api.server.client(), "tessera")
+        recent.refresh()
+        return [
+            (past.name, past.trigger, past.policy, past.contender, past.gpu_hours) for past in recent.record.evictions
+        ]
 
     def counted(self, outcome: str = "dry-run") -> float | None:
         labels = {"trigger": "preemption", "outcome": outcome}
@@ -295,6 +304,21 @@ def test_the_scheduler_tries_a_pod_with_extended_resources_again_once_its_device
     counting.contest.there.gpus = node_of("a", gpus=1)
     counting.preemptions.turn()
     assert counting.reserved.woken == 1
+
+
+def test_it_is_recorded_who_was_evicted_for_whom_and_what_it_cost(site: Site) -> None:
+    """Two pods of a gang lose what both have worked since they started."""
+    site.contest = Contest(node_of("a", "full", gpus=2))
+    started = (site.api.server.client().clock.now() - timedelta(hours=3)).isoformat()
+    labels = {"leaderworkerset.sigs.k8s.io/group-key": "g"}
+    for number, name in enumerate(("first", "second")):
+        site.contest.runs(name, "a", f"gpu-{number}", since=started, metadata={"labels": labels})
+    site.contest.search(selector=FULL, status=REFUSED)
+    site.turn(policy("notebooks", **ACTIVE))
+    assert [cells[:4] for cells in site.recorded()] == [
+        (f"default/{name}", "preemption", "notebooks", "default/pod-of-claim") for name in ("first", "second")
+    ]
+    assert [hours for *_, hours in site.recorded()] == [pytest.approx(3, abs=0.1)] * 2
 
 
 def test_nobody_else_is_evicted_while_there_is_a_reservation(site: Site) -> None:

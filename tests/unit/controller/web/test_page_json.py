@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,9 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controller.eviction.recent_evictions import ANNOTATION, Eviction, Record
 from controller.report.claim_explainer import Explainer
+from controller.report.cluster_view import ClusterReads
+from controller.settings import ControllerSettings
 from controller.web import page_json
 from controller.web.page_json import PageContent, content_of
+from tests.support.api_server import ObjectApi
 from tests.support.map_cluster import MapCluster, example
 from tests.support.queues import request
 
@@ -63,6 +68,23 @@ def test_a_pending_claim_names_the_workload_whose_pod_waits(kind: str | None, na
     metadata = {"ownerReferences": owners, "labels": {"pod-template-hash": "5d8f"}}
     cluster.situation.wants(request(count=2), name="wanted", metadata=metadata)
     assert [each["workload"] for each in of(cluster)["pending"]] == [workload]
+
+
+@pytest.mark.parametrize("may_read", [True, False])
+def test_the_evictions_of_a_day_are_those_that_the_controller_has_recorded(may_read: bool) -> None:
+    with ObjectApi() as api:
+        client = api.server.client()
+        at = client.clock.now().timestamp() - 7200
+        past = Eviction("uid", "dev/o", "n", at, "notebooks", "dev/notebook", "preemption", "team-a/serve", 1.5)
+        record = msgspec.json.encode(Record((past,))).decode()
+        path = "/api/v1/namespaces/tessera/configmaps/tessera-fence"
+        api.store(path, metadata={"annotations": {ANNOTATION: record}})
+        if not may_read:
+            api.once("get", lambda exchange: exchange.refuse(403, "forbidden"))
+        view = replace(MapCluster().gpu("n", 0).view(), reads=ClusterReads(client, ControllerSettings()))
+        content = json.loads(gzip.decompress(content_of(view, lambda: True).complete("v")))
+    row = ["uid", "dev/o", "n", at, "notebooks", "dev/notebook", "preemption", "team-a/serve", 1.5]
+    assert content["evictions"] == ([row] if may_read else [])
 
 
 def test_without_time_for_what_would_help_the_reason_is_there_all_the_same() -> None:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from controller.eviction.recent_evictions import ANNOTATION, Eviction, Record
 from driver.kube.lease import leases
 from driver.model.plan import PATH
 from tessera.cli import main
@@ -119,6 +120,26 @@ def test_what_may_not_be_listed_is_unread_and_the_exit_code_says_that_not_all_is
     assert finding["about"] == "pending claims, ResourceSlices, Events"
     assert "403" in finding["message"]
     assert status(kubeconfig).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("may_read", "pods"), [pytest.param(True, ["dev/notebook"], id="allowed"), pytest.param(False, [], id="forbidden")]
+)
+def test_the_pods_that_were_evicted_are_those_that_the_controller_has_recorded(
+    api: StatusApi, kubeconfig: Path, may_read: bool, pods: list[str]
+) -> None:
+    api.store(f"{leases('tessera')}/tessera-controller", spec={})
+    now = datetime.now(UTC).timestamp()
+    past = [
+        Eviction(name, "dev/o", "n", at, name=name) for name, at in (("dev/old", 0.0), ("dev/notebook", now - 7200))
+    ]
+    text = msgspec.json.encode(Record(tuple(past))).decode()
+    api.store("/api/v1/namespaces/tessera/configmaps/tessera-fence", metadata={"annotations": {ANNOTATION: text}})
+    api.forbidden |= set() if may_read else {"configmaps"}
+    check = checks(kubeconfig)["evictions"]
+    assert [eviction["pod"] for eviction in check["evictions"]] == pods
+    assert ("can't be read" in check["summary"]) is not may_read
+    assert check["state"] == "ok"
 
 
 def test_each_list_is_read_once(api: StatusApi, kubeconfig: Path) -> None:
