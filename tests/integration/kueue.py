@@ -216,7 +216,7 @@ class Queues:
         devices = {"requests": [{"name": "gpu", "exactly": request}]}
         self.client.create(TEMPLATES, {"metadata": {"name": name}, "spec": {"spec": {"devices": devices}}})
 
-    def job(self, name: str, queue: str, template: str, pods: int = 1, priority: str = "") -> None:
+    def job(self, name: str, queue: str, template: str, pods: int = 1, priority: str = "", **pod_spec: Any) -> None:
         """A job whose pods run until ``finish``; each has a claim by ``template``."""
         labels = {f"{GROUP}/queue-name": queue}
         if priority:
@@ -227,6 +227,7 @@ class Queues:
             "terminationGracePeriodSeconds": 1,
             "containers": [container],
             "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": template}],
+            **pod_spec,
         }
         spec = {"parallelism": pods, "completions": pods, "backoffLimit": 0, "template": {"spec": pod}}
         self.client.create(JOBS, {"metadata": {"name": name, "labels": labels}, "spec": spec})
