@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from controller.eviction.gpu_policy import GpuPolicies
 from controller.explain.reason import ReasonCode
 from controller.report.cluster_view import read_cluster
 from deviceclasses.chart_classes import chart_classes
@@ -27,7 +28,17 @@ from tessera.simulate.fill import fill as fill_cluster
 from tessera.simulate.imagined_cluster import ClusterContent, ImaginedCluster
 from tessera.simulate.output import Simulation
 from tessera.simulate.scheduler import PodPlacement, UnplacedReason
-from tessera.simulate.sources import cluster_policies, find_template, joined, of_cluster, simulated, uncordoned, without
+from tessera.simulate.sources import (
+    cluster_policies,
+    find_template,
+    joined,
+    of_cluster,
+    priority_classes,
+    simulated,
+    uncordoned,
+    without,
+)
+from tessera.simulate.victims import VictimFinder, policies_of_files
 from tessera.simulate.workloads import Reader, Workloads
 from tessera.tables_and_drawings import show, with_output
 
@@ -48,6 +59,9 @@ MANY = 20
 @click.option("--without", "gone", metavar="NAMESPACE/CLAIM", multiple=True, help="As if that claim had ended.")
 @click.option("--uncordon", "uncordon", metavar="NODE[/gpu-N]", multiple=True, help="As if that were not cordoned.")
 @click.option("--fill", metavar="CLASS[=MEMORY]", help="How many claims for one device of that class still fit.")
+@click.option(
+    "--policy", "policies", multiple=True, help="Whom these GpuPolicies (file, folder, -) would evict for the others."
+)
 @click.option("--summary", is_flag=True, help="Only how many pods are placed, and what is left.")
 @with_kubeconfig
 @with_driver_name
@@ -61,6 +75,7 @@ def simulate(
     gone: Sequence[str],
     uncordon: Sequence[str],
     fill: str | None,
+    policies: Sequence[str],
     summary: bool,
     kubeconfig: Path | None,
     driver_name: str,
@@ -79,26 +94,26 @@ def simulate(
       tessera simulate deploy/examples --nodes dgx-h100=2 --shares all=4
       tessera simulate pod.yaml --nodes l4-4=2 --shared all=time-slicing
       tessera simulate job.yaml --cluster --without team-a/notebook --uncordon node-a/gpu-3
+      tessera simulate job.yaml --cluster --policy policies.yaml
       tessera simulate --fill gpu-inference-1g-10gb --cluster
       tessera simulate --fill gpu-shared=6Gi --cluster
     """
     _check(paths, nodes, fill, cluster=cluster, gone=gone)
+    allowing = list(policies_of_files(policies))
     client = ListOnceClient(access_of(kubeconfig), "tessera-simulate") if cluster else None
-    content, waiting = _cluster(client, driver_name) if client is not None else (_empty(driver_name), Workloads())
-    if nodes is not None:
-        content = joined(content, simulated(nodes, mig_gpus=mig_gpus, **sharing))
+    content, waiting = _present(client, driver_name, nodes, mig_gpus=mig_gpus, **sharing)
     content = _changed(content, gone, uncordon, driver_name)
-    given = _given(paths, client, content, driver_name)
-    templates = (*content.templates, *given.templates)
-    content = replace(content, classes={**content.classes, **given.classes}, templates=templates)
-    if fill is not None and fill.partition("=")[0] not in content.classes:
-        raise UsageError(f"--fill {fill}: there is no such DeviceClass; there are {', '.join(sorted(content.classes))}")
+    given = _given(paths, client, content, driver_name, has_policies=bool(policies))
+    content = _with_classes(content, given, fill)
     _leave_out_repeated(content, waiting, given)
     imagined = ImaginedCluster(driver_name, content)
     imagined, of_cluster_pods = _place(imagined, waiting)
     imagined, of_given_pods = _place(imagined, given)
-    filled, placements = _filled(imagined, fill) if fill is not None else None, [*of_cluster_pods, *of_given_pods]
-    result = Simulation(imagined, placements, {id(pod) for pod in given.pods}, fill, filled, given, summary)
+    placements = [*of_cluster_pods, *of_given_pods]
+    finder = VictimFinder(GpuPolicies(allowing), content, given.jobs, client) if policies else None
+    previews = finder.find(imagined.fork(), placements) if finder is not None else None
+    filled = _filled(imagined, fill) if fill is not None else None
+    result = Simulation(imagined, placements, {id(pod) for pod in given.pods}, fill, filled, given, summary, previews)
     show(output, result.json, result.text)
     sys.exit(0 if result.fits else 1)
 
@@ -114,12 +129,29 @@ def _check(paths: Sequence[str], nodes: str | None, fill: str | None, *, cluster
         raise UsageError("--without needs --cluster: simulated nodes are idle")
 
 
+def _with_classes(content: ClusterContent, given: Workloads, fill: str | None) -> ClusterContent:
+    """With the classes and templates of the files. Raises UsageError if there is no class that ``--fill`` names."""
+    templates = (*content.templates, *given.templates)
+    content = replace(content, classes={**content.classes, **given.classes}, templates=templates)
+    if fill is not None and fill.partition("=")[0] not in content.classes:
+        raise UsageError(f"--fill {fill}: there is no such DeviceClass; there are {', '.join(sorted(content.classes))}")
+    return content
+
+
 def _changed(content: ClusterContent, gone: Sequence[str], uncordon: Sequence[str], driver: str) -> ClusterContent:
     for claim in gone:
         content = without(content, claim, driver)
     for target in uncordon:
         content = uncordoned(content, target)
     return content
+
+
+def _present(
+    client: KubeClient | None, driver: str, nodes: str | None, **flags: str | None
+) -> tuple[ClusterContent, Workloads]:
+    """The cluster, if there is one, with the simulated nodes, and the pods that are pending now."""
+    content, waiting = _cluster(client, driver) if client is not None else (_empty(driver), Workloads())
+    return content if nodes is None else joined(content, simulated(nodes, **flags)), waiting
 
 
 def _cluster(client: KubeClient, driver: str) -> tuple[ClusterContent, Workloads]:
@@ -137,13 +169,18 @@ def _empty(driver: str) -> ClusterContent:
     return ClusterContent(classes=classes)
 
 
-def _given(paths: Sequence[str], client: KubeClient | None, content: ClusterContent, driver: str) -> Workloads:
-    """The workloads of the files, with templates and admission policies of the cluster if there is one."""
-    documents = _documents(paths)
+def _given(
+    paths: Sequence[str], client: KubeClient | None, content: ClusterContent, driver: str, *, has_policies: bool
+) -> Workloads:
+    """The workloads of the files, with templates and admission policies of the cluster if there is one.
+
+    ``has_policies``: priorities matter, too.
+    """
+    documents, priorities = _documents(paths), priority_classes(client) if has_policies else None
     if client is None:
-        return Reader(lambda _: None, content.nodes, chart_policies(driver)).read(documents)
+        return Reader(lambda _: None, content.nodes, chart_policies(driver), priorities).read(documents)
     find = partial(find_template, client)
-    return Reader(find, content.nodes, cluster_policies(client, driver)).read(documents)
+    return Reader(find, content.nodes, cluster_policies(client, driver), priorities).read(documents)
 
 
 def _documents(paths: Sequence[str]) -> list[Document]:

@@ -149,10 +149,13 @@ class ImaginedCluster:
         """Let the controller decide what is offered from now on."""
         self._decide(keep=False)
 
-    def fork(self) -> ImaginedCluster:
-        """A cluster like this one: what is placed in it changes nothing here."""
-        claims = tuple(self._claims.values())
-        content = replace(self._content, fleet=self.fleet, claims=claims, offers=self._offers)
+    def fork(self, gone: Collection[str] = (), released: Iterable[FleetGpu] = ()) -> ImaginedCluster:
+        """A cluster like this one: what is placed in it changes nothing here.
+
+        It is without the claims ``gone``; ``released`` are the GPUs of which these have something, without that.
+        """
+        claims = tuple(claim for key, claim in self._claims.items() if str(key) not in gone)
+        content = replace(self._content, fleet=self.fleet.changed(released), claims=claims, offers=self._offers)
         other = ImaginedCluster(self.driver, content, self._offer_count, self._clock)
         other._matching, other._waiting = self._matching, list(self._waiting)
         other._scheduler = self._scheduler.fork()
@@ -264,7 +267,8 @@ class ImaginedCluster:
 
     # The controller
 
-    def _queue(self) -> Queue:
+    def queue(self) -> Queue:
+        """The claims of pods that could not be placed, as the controller sees them."""
         needed = {key for pod in self._waiting for key in pod.claims}
         pending = (claim for key, claim in self._claims.items() if key in needed and claim.status.allocation is None)
         nodes, classes = tuple(self._nodes.values()), tuple(self._content.classes.values())
@@ -275,7 +279,7 @@ class ImaginedCluster:
 
     def _decide(self, *, keep: bool = True, widened: Mapping[str, Nodes] | None = None) -> None:
         """Publish what the controller offers; ``keep``: together with the present offers, which are withdrawn later."""
-        queue, wide = self._queue(), widened or {}
+        queue, wide = self.queue(), widened or {}
         current = self._possible()
         if self._content.mode is OfferMode.DISJOINT:
             chosen = self._disjoint.curate(queue, current, wide)
@@ -287,7 +291,7 @@ class ImaginedCluster:
 
     def _widen(self, pods: Collection[Pod]) -> None:
         """Publish all devices that match, as the controller does for claims that regular offers do not help."""
-        queue, wide = self._queue(), dict[str, Nodes]()
+        queue, wide = self.queue(), dict[str, Nodes]()
         for pending in queue.pending:
             if not any(pod in pods for pod in pending.pods) or not queue.satisfiable(pending):
                 continue
@@ -314,7 +318,7 @@ class ImaginedCluster:
 
     def _reasons(self, pod: Pod) -> Iterable[UnplacedReason]:
         plan = DisjointPlan(self._planned, ()) if self._content.mode is OfferMode.DISJOINT else None
-        for key, reason in reasons_in(Situation(self._queue(), unreported=self._content.unreported, plan=plan)).items():
+        for key, reason in reasons_in(Situation(self.queue(), unreported=self._content.unreported, plan=plan)).items():
             if pod in reason.pending.pods and reason.code is not ReasonCode.WAITS:
                 yield UnplacedReason(key, reason.code.value, reason.sentence)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from controller.cluster.fleet import FleetGpu
+from controller.eviction.preemption_preview import Preview
 from controller.explain.sources.selected_gpus import listed
 from driver.kube.types import Result
 from driver.model.offer import DeviceKind
@@ -20,6 +21,10 @@ from tessera.tables_and_drawings import Span, cell_width, columns, counted, draw
 
 MAX_DRAWN_NODES = 16
 """Nodes that are drawn whether or not a pod was placed on them."""
+
+
+SHOWN_REASONS = 2
+"""Different reasons why pods are spared that are shown for a pod for which nobody would be evicted."""
 
 
 class Totals(NamedTuple):
@@ -38,6 +43,7 @@ class Simulation:
     """``placements`` in order; ``given`` are the ids of the pods of the files, the others were pending before.
 
     ``fill`` is the class of ``--fill``, ``files`` what the files contain. ``is_short``: the text is the summary only.
+    ``previews``: who would be evicted for pods without a place; None: that was not asked.
     """
 
     cluster: ImaginedCluster
@@ -47,6 +53,7 @@ class Simulation:
     filled: Filled | None
     files: Workloads
     is_short: bool = False
+    previews: Sequence[Preview] | None = None
 
     @property
     def fits(self) -> bool:
@@ -65,7 +72,13 @@ class Simulation:
         ]
         parts += [f"note: {printable(note)}" for note in files.notes]
         if not self.is_short:
-            parts += [*self._placed_text(), *self._reasons_text(), *self._fill_text(), self._picture()]
+            parts += [
+                *self._placed_text(),
+                *self._reasons_text(),
+                *self._victims_text(),
+                *self._fill_text(),
+                self._picture(),
+            ]
         return "\n\n".join([*parts, self._summary_text()])
 
     @property
@@ -79,8 +92,15 @@ class Simulation:
         files = self.files
         about_files = {"ignored": files.ignored, "notTried": files.untried, "notes": files.notes}
         placements = list(map(self._as_json, self.placements))
-        summary = self._totals()._asdict()
-        return {"summary": summary, "placements": placements, **about_files, "fill": fill, "gpus": list(self._gpus())}
+        evictions = None if self.previews is None else [_eviction(preview) for preview in self.previews]
+        return {
+            "summary": self._totals()._asdict(),
+            "placements": placements,
+            **about_files,
+            "evictions": evictions,
+            "fill": fill,
+            "gpus": list(self._gpus()),
+        }
 
     def _totals(self) -> Totals:
         fleet = self.cluster.fleet
@@ -126,6 +146,21 @@ class Simulation:
         ]
         if rows:
             yield columns(("NOT PLACED", "CLAIM", "REASON", "MESSAGE"), [tuple(map(printable, row)) for row in rows])
+
+    def _victims_text(self) -> Iterator[str]:
+        """Who would be evicted for whom, and the pods for which nobody would be."""
+        evictions = [_eviction(preview) for preview in self.previews or ()]
+        rows = [
+            (row["pod"], str(row["priority"]), row["node"], listed(row["victims"]), f"{row['gpuHours']:g}")
+            for row in evictions
+            if row["node"] is not None
+        ]
+        if rows:
+            header = ("ROOM FOR", "PRIORITY", "NODE", "IF THESE WERE EVICTED", "GPU HOURS LOST")
+            yield columns(header, [tuple(map(printable, row)) for row in rows])
+        others = [(row["pod"], str(row["priority"]), row["why"]) for row in evictions if row["node"] is None]
+        if others:
+            yield columns(("NOBODY FOR", "PRIORITY", "WHY"), [tuple(map(printable, row)) for row in others])
 
     def _fill_text(self) -> Iterator[str]:
         if self.filled is None:
@@ -200,6 +235,22 @@ class Simulation:
                 ]
                 about = {"gpu": f"gpu-{gpu.number}", "uuid": gpu.gpu.uuid, "product": gpu.gpu.product_name}
                 yield {"node": node, **about, "held": held}
+
+
+def _eviction(preview: Preview) -> dict[str, Any]:
+    """The victims for a pod; without any the reason."""
+    chosen, spared = preview.preemption, Counter(pods.reason for pods in preview.search.spared)
+    spared_because = [f"{reason} ({counted(count, 'time')})" for reason, count in spared.most_common(SHOWN_REASONS)]
+    none = "; ".join(["no set of pods that may be evicted makes room for it", *spared_because])
+    return {
+        "pod": str(preview.pod.metadata.key),
+        "priority": preview.pod.spec.priority,
+        "node": None if chosen is None else chosen.node,
+        "victims": [] if chosen is None else [pod for unit in chosen.victims.units for pod in unit.pods],
+        "gpuHours": 0.0 if chosen is None else chosen.victims.cost.gpu_hours,
+        "why": (preview.obstacle or none) if chosen is None else None,
+        "unexamined": list(preview.unexamined),
+    }
 
 
 def _with_amount(result: Result) -> str:

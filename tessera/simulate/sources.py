@@ -29,10 +29,13 @@ from driver.slices.slice_names import Pool
 from kubelet_plugin.inventory.published_devices import PublishPolicy
 from tessera.gpu_sources import MAX_NODES, anonymous, hardware
 from tessera.simulate.imagined_cluster import ClusterContent
+from tessera.simulate.workloads import PriorityClass
 
 GPU = re.compile(r"(?P<node>[^/]+)(?:/gpu-(?P<number>[0-9]+))?")
 
 POLICIES = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies"
+
+PRIORITY_CLASSES = "/apis/scheduling.k8s.io/v1/priorityclasses"
 
 MAX_DIGITS = 12
 """Digits of a number of nodes that are read."""
@@ -163,6 +166,12 @@ def cluster_policies(client: KubeClient, driver: str) -> tuple[AdmissionPolicy, 
         return default
     names = {policy.name for policy in default}
     return tuple(AdmissionPolicy(manifest) for manifest in manifests if manifest["metadata"]["name"] in names)
+
+
+def priority_classes(client: KubeClient | None) -> dict[str, PriorityClass]:
+    """The PriorityClasses of the cluster by name; none without one. Raises ApiError."""
+    classes = read_all(client, PRIORITY_CLASSES, PriorityClass) if client is not None else ()
+    return {item.metadata.name: item for item in classes}
 
 
 def find_template(client: KubeClient, key: Key) -> ClaimSpec | None:

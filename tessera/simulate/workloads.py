@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from controller.demand.node_eligibility import NODE_NAME_FIELD, exclusion
+from controller.eviction.evictor import Job
 from deviceclasses.lint.admission_policies import AdmissionPolicy, refusals
 from deviceclasses.lint.claim_fields import settings_of
 from deviceclasses.lint.class_and_claim_rules import refused
@@ -25,6 +26,7 @@ from driver.kube.types import (
     Key,
     Metadata,
     Node,
+    OwnerReference,
     Pod,
     PodGroup,
     PodResourceClaim,
@@ -48,9 +50,15 @@ MAX_PODS = 10_000
 Parsed = TypeVar("Parsed")
 
 
+class PriorityClass(msgspec.Struct, frozen=True, rename="camel"):
+    metadata: Metadata
+    value: int = 0
+    preemption_policy: str = ""
+
+
 @dataclass
 class Workloads:
-    """The pods in the order of the manifests, their claims and PodGroups, ResourceClaimTemplates and DeviceClasses.
+    """Pods in the order of the manifests, their claims, PodGroups and Jobs, ResourceClaimTemplates and DeviceClasses.
 
     ``refused``: why admission policies refuse an object, by its kind and key. ``ignored`` are other objects,
     ``untried`` those that seem to make pods and have no pod template, and ``notes``
@@ -66,12 +74,14 @@ class Workloads:
     untried: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     templates: list[ClaimTemplate] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
 
 
 class Reader:
     """Reads documents. ``nodes`` are those on which a DaemonSet may have pods; ``policies`` may refuse objects.
 
-    ``find_template`` looks for a ResourceClaimTemplate that the documents do not contain.
+    ``find_template`` looks for a ResourceClaimTemplate that the documents do not contain. ``priorities`` are
+    PriorityClasses by name; None: priorities do not matter.
     """
 
     def __init__(
@@ -79,7 +89,9 @@ class Reader:
         find_template: Callable[[Key], ClaimSpec | None] = lambda _: None,
         nodes: Sequence[Node] = (),
         policies: Sequence[AdmissionPolicy] = (),
+        priorities: Mapping[str, PriorityClass] | None = None,
     ) -> None:
+        self._priorities = None if priorities is None else dict(priorities)
         self._find_template, self._nodes, self._policies = find_template, nodes, policies
         self._templates: dict[Key, ClaimSpec | None] = {}
         """The templates that were found; None: it does not exist."""
@@ -129,6 +141,9 @@ class Reader:
             case "PodGroup" if text(content, "apiVersion").startswith("scheduling.k8s.io/"):
                 group = _convert(document, content, PodGroup)
                 self._found.groups[group.metadata.key] = group
+            case "PriorityClass" if self._priorities is not None:
+                priority_class = _checked(document, content, PriorityClass)
+                self._priorities[priority_class.metadata.name] = priority_class
             case kind:
                 if templates := list(pod_templates(content)):
                     return templates
@@ -155,18 +170,23 @@ class Reader:
         metadata = _metadata(document, content)
         if settings_of(content, "spec").get("suspend") is True:
             self._found.notes.append(f"{_described(document)} is suspended: its pods are placed as if it were not")
-        numbers = Counter[str]()
+        kind, numbers = text(content, "kind"), Counter[str]()
+        uid = f"{metadata.namespace}/{kind}/{metadata.name}"
+        owners = () if kind == "Pod" else (OwnerReference(kind, metadata.name, controller=True, uid=uid),)
         for template in templates:
             stem = f"{metadata.name}-{template.role}" if template.role and len(templates) > 1 else metadata.name
             labels = {str(name): str(value) for name, value in template.labels.items()}
             specs = self._specs_on_nodes(document, template) if template.is_on_each_node else [template.spec]
             refusal = self._refusal("Pod", {"spec": template.spec})
             for spec in specs * self._count(document, template, len(specs)):
-                name = stem if text(content, "kind") == "Pod" else f"{stem}-{numbers[stem]}"
+                name = stem if kind == "Pod" else f"{stem}-{numbers[stem]}"
                 numbers[stem] += 1
-                of_pod = msgspec.structs.replace(metadata, name=name, labels=labels)
+                of_pod = msgspec.structs.replace(metadata, name=name, labels=labels, owner_references=owners)
                 self._keep("Pod", of_pod.key, refusal)
                 self._pod(document, of_pod, spec)
+        if kind == "Job":
+            of_job = {"metadata": {"name": metadata.name, "uid": uid}, "spec": settings_of(content, "spec")}
+            self._found.jobs.append(_checked(document, of_job, Job))
 
     def _count(self, document: Document, template: PodTemplate, nodes: int) -> int:
         """The pods of a template, on each of ``nodes``. Raises UsageError if they can not be simulated."""
@@ -203,8 +223,21 @@ class Reader:
             for pod_claim in read.resource_claims
             if pod_claim.resource_claim_template_name
         )
-        plain = msgspec.structs.replace(read, scheduling_gates=())
+        plain = self._with_priority(document, msgspec.structs.replace(read, scheduling_gates=()), spec)
         self._found.pods.append(Pod(metadata, plain, PodStatus(resource_claim_statuses=created)))
+
+    def _with_priority(self, document: Document, pod: PodSpec, spec: Mapping[str, Any]) -> PodSpec:
+        """The spec of a pod with what its PriorityClass says, as the API server writes it."""
+        name = text(spec, "priorityClassName")
+        if self._priorities is None or not name:
+            return pod
+        if name not in self._priorities:
+            note = f"{_described(document)}: there is no PriorityClass {name}: its priority counts as {pod.priority}"
+            self._found.notes.append(note)
+            return pod
+        priority_class = self._priorities[name]
+        policy = pod.preemption_policy or priority_class.preemption_policy
+        return msgspec.structs.replace(pod, priority=priority_class.value, preemption_policy=policy)
 
     def _owner(self, pod: Metadata, spec: PodSpec, pod_claim: PodResourceClaim) -> Metadata:
         """Whose claim it is: that of the pod, or of its PodGroup if that has the same entry."""

@@ -4,6 +4,7 @@ bound, and nobody is evicted."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -128,12 +129,26 @@ def events_of(cluster: Cluster, policy: str) -> list[dict[str, Any]]:
     return list(cluster.api.get(f"{CORE}/events?{query}")["items"])
 
 
+ALL_DAY = {"from": "00:00", "to": "00:00", "timeZone": "Europe/Berlin"}
+
+
 @pytest.mark.parametrize(
-    "spec", [{"mode": "Active"}, {"preemption": {"enabled": "yes"}}, {"priority": "high"}, {"namespaces": [""]}]
+    ("spec", "field"),
+    [
+        ({"mode": "On"}, "spec.mode"),
+        ({"preemption": {"enabled": "yes"}}, "spec.preemption.enabled"),
+        ({"priority": "high"}, "spec.priority"),
+        ({"namespaces": [""]}, "spec.namespaces"),
+        ({"budget": {"perNamespace": -1}}, "spec.budget.perNamespace"),
+        ({"quietHours": [{**ALL_DAY, "from": "24:00"}]}, "spec.quietHours"),
+        ({"quietHours": [{**ALL_DAY, "days": ["Monday"]}]}, "spec.quietHours"),
+        ({"quietHours": [{"from": "08:00", "to": "18:00"}]}, "spec.quietHours"),
+    ],
 )
-def test_the_api_server_refuses_a_policy_with_a_wrong_value(cluster: Cluster, spec: dict[str, Any]) -> None:
-    with pytest.raises(ApiError, match="spec"):
-        cluster.api.post(POLICIES, {"metadata": {"name": "wrong"}, "spec": spec})
+def test_the_api_server_refuses_a_policy_with_a_wrong_value(cluster: Cluster, spec: dict[str, Any], field: str) -> None:
+    manifest = {"apiVersion": "gpu.tessera.dev/v1alpha1", "kind": "GpuPolicy", "metadata": {"name": "wrong"}}
+    with pytest.raises(ApiError, match=field):
+        cluster.api.post(POLICIES, {**manifest, "spec": spec})
 
 
 def test_the_pod_is_bound_after_the_victims_that_are_named_have_ended(waiting: Cluster, tmp_path: Path) -> None:
@@ -165,6 +180,23 @@ def test_the_pod_is_bound_after_the_victims_that_are_named_have_ended(waiting: C
     api.patch(f"{APPS}/replicasets/notebook", {"spec": {"replicas": 0}})
     end(waiting, name)
     wait_for(lambda: api.get(f"{CORE}/pods/train")["spec"].get("nodeName"), SOON_S, "the waiting pod is bound")
+
+
+def test_in_quiet_hours_nobody_is_evicted_and_the_policy_says_when_they_end(
+    waiting: Cluster, controller: ControllerProcess
+) -> None:
+    [notebook] = pods(waiting, "notebook")
+    policy = yaml.safe_load(POLICY)
+    policy["spec"] |= {"mode": "Active", "quietHours": [ALL_DAY]}
+    waiting.api.post(POLICIES, policy)
+    end = re.compile(r"but policy notebooks has quiet hours until \w{3} 00:00 \(Europe/Berlin\)$")
+
+    def is_said() -> bool:
+        blocked = [event for event in events_of(waiting, "notebooks") if event["reason"] == "PreemptionBlocked"]
+        return any(end.search(event["message"]) for event in blocked)
+
+    wait_for(is_said, SOON_S, "the controller says when the quiet hours end")
+    assert deletion_of(waiting, notebook) is None
 
 
 @pytest.mark.parametrize(
@@ -204,6 +236,11 @@ def test_in_the_mode_active_the_notebook_is_evicted_and_the_waiting_pod_gets_its
     assert not [pod["metadata"]["name"] for pod in others if pod["spec"].get("nodeName")]
     told = {event["reason"] for event in events_about(waiting, notebook["metadata"]["name"])}
     assert is_killed or "PreemptedFor" in told
+    checks = json.loads(run_tessera(waiting, "status", "-o", "json").stdout)
+    [listed] = [check["evictions"] for check in checks if check["check"] == "evictions"]
+    last = {key: listed[-1][key] for key in ("pod", "node", "for", "trigger", "policy")}
+    name = f"default/{notebook['metadata']['name']}"
+    assert last == {"pod": name, "node": "one", "for": "default/train", "trigger": "preemption", "policy": "notebooks"}
 
 
 def deletion_of(cluster: Cluster, pod: dict[str, Any]) -> str | None:

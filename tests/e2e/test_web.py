@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from controller.eviction.recent_evictions import ANNOTATION
 from tests.harness.cluster import Cluster
 from tests.harness.readiness import http_ok
 from tests.harness.waiting import wait_for
@@ -165,9 +168,31 @@ def hostile(place: Place) -> None:
     place.ask(LONG, asked(LONG))
 
 
+def evicted(place: Place) -> None:
+    """The controller's record, as after a preemption two hours ago."""
+    at = time.time() - 7230
+    record = [["uid", "dev/o", DGX, at, "notebooks", "dev/notebook", "preemption", "team-a/serve", 1.5]]
+    name, namespace = "tessera-fence", "tessera"
+    metadata = {"name": name, "annotations": {ANNOTATION: json.dumps({"evictions": record})}}
+    place.cluster.apply([{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {**metadata, "namespace": namespace}}])
+    path = f"/api/v1/namespaces/{namespace}/configmaps/{name}"
+    place.undo.append(lambda: place.cluster.api.patch(path, {"metadata": {"annotations": {ANNOTATION: None}}}))
+
+
+def is_listed(place: Place, shown: Shown) -> None:
+    [row] = shown["evictions"]
+    assert row == ["dev/notebook", "2 hours", DGX, "team-a/serve", "1.5", "preemption, policy notebooks"]
+    assert place.page.find("#evictions-title").is_displayed()
+
+
+def lists_no_eviction(place: Place, shown: Shown) -> None:
+    holds_nothing(place, shown)
+    assert not place.page.find("#evictions-title").is_displayed()
+
+
 SCENARIOS = {
     "empty cluster": Scenario(
-        lambda _: None, holds_nothing, lambda shown: [row[4] for row in shown["products"]] == ["8", "3"]
+        lambda _: None, lists_no_eviction, lambda shown: [row[4] for row in shown["products"]] == ["8", "3"]
     ),
     "partition": Scenario(wanted(asked(SMALL)), holds_one("1g.10gb")),
     "full GPU": Scenario(wanted(asked("gpu-training", PCIE)), holds_one("full")),
@@ -181,6 +206,7 @@ SCENARIOS = {
         has_its_reason("fan"),
         lambda shown: node(shown, DGX)["notes"] == ["gpu-1: cordoned: fan"],
     ),
+    "an eviction": Scenario(evicted, is_listed, lambda shown: shown["evictions"]),
     "hostile texts": Scenario(
         hostile, is_only_text, lambda shown: node(shown, DGX)["notes"] == [f"gpu-1: cordoned: {MARKUP}"]
     ),

@@ -47,6 +47,7 @@ return {
     changes: all(row.children[4], 'li').map(text),
     holders: all(row.children[5], 'button').map(text),
   })),
+  evictions: all(document, '#evictions tr').map((row) => [...row.children].map(text)),
   nodes: all(document, '.node').filter(visible).map((node) => ({
     name: node.dataset.node,
     states: all(node, '.state').map(text),

@@ -18,11 +18,11 @@ from controller.eviction.recent_evictions import RecentEvictions
 from controller.eviction.victim_search import EvictionCost, VictimUnit
 from controller.report.claim_explainer import key_of
 from controller.report.cluster_view import read_cluster
-from deviceclasses.lint.documents import Document, read_documents
-from driver.errors import NOT_FOUND, ApiError, FatalError, UsageError
+from driver.errors import NOT_FOUND, ApiError, FatalError
 from driver.kube.client import KubeClient
 from driver.kube.types import Pod
 from tessera.cluster_options import access_of, with_driver_name, with_kubeconfig
+from tessera.simulate.victims import policies_of_files
 from tessera.tables_and_drawings import columns, counted, printable, show, with_output
 
 SecondBest = tuple[str, EvictionCost]
@@ -67,7 +67,7 @@ def preempt(
     """
     access = access_of(kubeconfig)
     client = KubeClient(access, "tessera-preempt")
-    allowing = GpuPolicies(_of_files(policies) if policies else _of_cluster(client))
+    allowing = GpuPolicies(policies_of_files(policies) if policies else _of_cluster(client))
     view = read_cluster(client, driver_name)
     pod = _waiting_pod(view.queue, name, namespace or access.namespace)
     evictor = Evictor(client, None, RecentEvictions(client, ""))
@@ -86,14 +86,6 @@ def _of_cluster(client: KubeClient) -> Iterator[GpuPolicy]:
         raise
     for manifest in manifests:
         yield parse_policy(manifest, f"GpuPolicy {manifest['metadata']['name']}")
-
-
-def _of_files(paths: Sequence[str]) -> Iterator[GpuPolicy]:
-    for path in paths:
-        for document in read_documents(path):
-            if not isinstance(document, Document):
-                raise UsageError(f"--policy {path}: {document.message}")
-            yield parse_policy(document.content, f"--policy {document.file}, document {document.number}")
 
 
 def _waiting_pod(queue: Queue, name: str, namespace: str) -> Pod:
