@@ -98,7 +98,7 @@ class RecentEvictions:
             if ends:
                 return f"policy {name} has quiet hours until {max(ends):%a %H:%M} ({max(ends).tzinfo})"
             lost = Counter(past.owner.partition("/")[0] for past in self._counting() if past.policy == name)
-            more = Counter(pod.metadata.namespace for pod, decides in victims if decides is policy)
+            more = Counter(pod.metadata.namespace for pod, decides in victims if decides.metadata.name == name)
             limits = [(f" of namespace {key}", lost[key], more[key], budget.per_namespace) for key in sorted(more)]
             for whose, used, count, most in [("", lost.total(), more.total(), budget.pods_per_hour), *limits]:
                 if most is not None and used + count > most:

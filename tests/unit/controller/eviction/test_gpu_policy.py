@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from datetime import datetime
 from typing import Any
 
@@ -66,3 +68,11 @@ def test_a_wrong_value_is_refused_with_its_field(spec: dict[str, Any], field: st
     with pytest.raises(UsageError) as refused:
         parse_policy(manifest, "here")
     assert f"here: {field}" in str(refused.value)
+
+
+def test_time_zones_are_known_in_the_image_which_has_no_folder_of_them() -> None:
+    code = f"from controller.eviction.gpu_policy import QuietHours as q; print(q.model_validate({OFFICE!r}).time_zone)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONTZPATH": ""}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "Europe/Berlin\n", done.stderr
