@@ -26,6 +26,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 SOON_S = 90.0
 JOBS = "/apis/batch/v1/namespaces/default/jobs"
 POLICY: Object = {
+    "apiVersion": "gpu.tessera.dev/v1alpha1",
+    "kind": "GpuPolicy",
     "metadata": {"name": "training"},
     "spec": {"mode": "Active", "preemption": {"enabled": True, "byNamespaces": ["default"]}},
 }
