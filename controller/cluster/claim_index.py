@@ -23,7 +23,8 @@ from driver.model.plan import Held
 from driver.model.shared_memory import gib_of
 
 RESERVED = "="
-"""In an entry of the fence between a whole GPU and the UIDs of the claims and pods for which it is reserved."""
+"""In an entry of the fence between a whole GPU, the UIDs of the claims and pods for which it is reserved, and the time
+until which it is, by the API server's clock in seconds since 1970."""
 
 
 class PoolDevice(NamedTuple):
@@ -39,7 +40,7 @@ class PoolDevice(NamedTuple):
 def reservations_in(fenced: Iterable[PoolDevice]) -> dict[PoolDevice, frozenset[str]]:
     """The UIDs of the claims and pods for which GPUs are reserved, by entry of the fence."""
     entries = [entry for entry in fenced if RESERVED in entry.device]
-    return {entry: frozenset(entry.device.partition(RESERVED)[2].split(",")) for entry in entries}
+    return {entry: frozenset(entry.device.split(RESERVED)[1].split(",")) for entry in entries}
 
 
 def gpu_of(entry: PoolDevice) -> PoolDevice:

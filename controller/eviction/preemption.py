@@ -28,6 +28,9 @@ KUEUE_LABELS = "kueue.x-k8s.io/"
 GANG_LABEL = "leaderworkerset.sigs.k8s.io/group-key"
 """Of the pods of one group of a LeaderWorkerSet, which restarts them together."""
 
+MAX_GRACE_SECONDS = 3600
+"""Longest grace period of a victim. Tenants choose it, and nobody else is evicted until all victims have ended."""
+
 HAS_ENDED = {"Succeeded", "Failed"}
 PODS = "pods"
 """The resource of a node that each pod takes one of."""
@@ -277,6 +280,8 @@ class PreemptionSearch:
             return protection.reason
         if pod.metadata.deletion_timestamp is not None:
             return "it is ending already"
+        if (grace := pod.spec.termination_grace_period_seconds) > MAX_GRACE_SECONDS:
+            return f"its terminationGracePeriodSeconds {grace} is above {MAX_GRACE_SECONDS}"
         if any(label.startswith(KUEUE_LABELS) for label in pod.metadata.labels):
             return "Kueue admits it, and takes back its quota itself"
         if pod.spec.priority >= self._pod.spec.priority:

@@ -6,7 +6,7 @@ and claims, so pauses grow with the time that a turn takes.
 The GPUs of the victims are reserved for the waiting pod before the first eviction, in the fence's ConfigMap: for its
 claims, and for the pod itself if the scheduler makes its claim only when it has chosen devices (extended resources). As
 long as there is a reservation nobody else is evicted: a new leader finds it there, too. It ends once those do not wait
-any more, or after ``RESERVATION_SECONDS``.
+any more, or ``RESERVATION_SECONDS`` after the longest grace period of the victims.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from controller.demand.feasibility import Feasibility
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.eviction.evictor import Evictor, Outcome, Trigger, pod_reference
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, parse_policy, read_policies
-from controller.eviction.preemption import Preemption, RunningPods
+from controller.eviction.preemption import HAS_ENDED, Preemption, RunningPods
 from controller.eviction.preemption_preview import Preview, preview_of, read_running
 from controller.eviction.recent_evictions import EvictionCause
 from driver.errors import NOT_FOUND, ApiError, UsageError, accepted_status
@@ -43,7 +43,7 @@ RESERVED_INTERVAL_SECONDS = 0.25
 """Between two turns while there is a reservation."""
 
 RESERVATION_SECONDS = 300.0
-"""Longest time that the victims may take to end, and the scheduler to bind the waiting pod."""
+"""Longest time that victims may take to end after their grace periods, and the scheduler to bind the waiting pod."""
 
 PODS_PER_TURN = 5
 """Waiting pods whose victims are looked for in a turn, those of the highest priority first."""
@@ -58,8 +58,8 @@ BLOCKED, INVALID = "PreemptionBlocked", "InvalidPolicy"
 class ReservingFence(Protocol):
     """Whole GPUs of which only certain claims and pods (UIDs) may get anything. Methods raise ApiError."""
 
-    def reserve(self, gpus: Iterable[PoolDevice], uids: Collection[str]) -> bool:
-        """Reserve GPUs (``gpu-N`` of a pool); False: that can't be enforced, and nothing is reserved."""
+    def reserve(self, gpus: Iterable[PoolDevice], uids: Collection[str], seconds: float) -> bool:
+        """Reserve GPUs (``gpu-N`` of a pool) for so long; False: that can't be enforced, and nothing is reserved."""
 
     def reservations(self) -> dict[PoolDevice, frozenset[str]]:
         """The UIDs by entry."""
@@ -69,7 +69,8 @@ class ReservingFence(Protocol):
     def wake_parked_pods(self) -> None:
         """Let the scheduler try again the pods that it found no devices for."""
 
-    def lift_reservations_older_than(self, seconds: float) -> None: ...
+    def lift_overdue_reservations(self) -> bool:
+        """Lift those whose time has passed. Returns whether there were any."""
 
 
 class ChosenVictims(NamedTuple):
@@ -108,6 +109,8 @@ class Preemptions:
         self._evictor, self._recorder, self._reservations = evictor, recorder, reservations
         self._counted: dict[str, frozenset[str]] = {}
         """By UID of a waiting pod, the victims that were counted last."""
+        self._evicted: ChosenVictims | None = None
+        """Those that were evicted last."""
         self._wake_at, self._wake_interval = 0.0, RESERVED_INTERVAL_SECONDS
         self.loop = Loop("evicting pods for others", self.turn, 0.0)
 
@@ -135,7 +138,8 @@ class Preemptions:
         waiting = frozenset[str]().union(*map(_uids_of, queue.pending))
         ended = [entry for entry, uids in self._reservations.reservations().items() if not uids & waiting]
         self._reservations.lift(ended)
-        self._reservations.lift_reservations_older_than(RESERVATION_SECONDS)
+        if self._reservations.lift_overdue_reservations() and self._evicted is not None:
+            self._tell_hanging(self._evicted)
 
     def _wake(self, uids: frozenset[str], queue: Queue) -> None:
         """If devices are free for these pods, or pods with these claims: the scheduler may have tried them while it
@@ -213,6 +217,19 @@ class Preemptions:
             for _ in names:
                 self._evictor.count(Trigger.PREEMPTION, Outcome.DRY_RUN)
 
+    def _tell_hanging(self, chosen: ChosenVictims) -> None:
+        """Say which victims have not ended, if there are any. The next search leaves them out. Raises ApiError."""
+        pods = (find_pod(self._client, victim.metadata.key) for victim, _ in chosen.victims)
+        present = {pod.metadata.uid for pod in pods if pod is not None and pod.status.phase not in HAS_ENDED}
+        chosen = chosen._replace(victims=[pair for pair in chosen.victims if pair[0].metadata.uid in present])
+        if not chosen.victims:
+            return
+        text = f"{_described(chosen)}, but have not ended {RESERVATION_SECONDS:.0f} s after the longest grace period"
+        for policy in chosen.policies:  # the next Event about this waiting pod does not replace these
+            self._recorder.event(_reference(policy.metadata.name, policy.metadata.uid), BLOCKED, text, "Warning")
+        message = f"pods that were evicted for it have not ended, so that others are looked for: {_named(chosen)}"
+        self._recorder.event(pod_reference(chosen.pod), BLOCKED, message, "Warning")
+
     def _evict(self, chosen: ChosenVictims, queue: Queue) -> bool:
         """Reserve the GPUs of the victims and evict them, all or nobody. Returns whether there is a reservation."""
         obstacle = self._obstacle(chosen)
@@ -220,13 +237,15 @@ class Preemptions:
             self._tell_policies(chosen, BLOCKED, obstacle)
             return False
         uids = [pending.uid for pending in queue.of_pod(chosen.pod)]
-        if not self._reservations.reserve(self._gpus_of(chosen, queue), uids):
+        grace = max(victim.spec.termination_grace_period_seconds for victim, _ in chosen.victims)
+        if not self._reservations.reserve(self._gpus_of(chosen, queue), uids, grace + RESERVATION_SECONDS):
             self._tell_policies(chosen, BLOCKED, "the fence, which would reserve their devices, is not in force")
             return False
         self._tell_policies(chosen, EVICTING)
-        self._recorder.event(pod_reference(chosen.pod), EVICTING, _for_contender(chosen))
-        units = chosen.preemption.victims.units
-        hours = {pod: round(unit.cost.gpu_hours / len(unit.pods), 3) for unit in units for pod in unit.pods}
+        node, victims = chosen.preemption
+        message = f"its devices are taken back on node {node}; pods that are evicted: {_named(chosen)}"
+        self._recorder.event(pod_reference(chosen.pod), EVICTING, message)
+        hours = {pod: round(unit.cost.gpu_hours / len(unit.pods), 3) for unit in victims.units for pod in unit.pods}
         try:
             for victim, policy in chosen.victims:
                 if not self._still_waits(chosen.pod):
@@ -241,6 +260,7 @@ class Preemptions:
             self._tell_policies(chosen, BLOCKED, f"an eviction failed: {error}")
             self._reservations.lift(self._reservations.reservations())
             return False
+        self._evicted = chosen
         return True
 
     def _obstacle(self, chosen: ChosenVictims) -> str | None:
@@ -305,14 +325,13 @@ def _is_active(chosen: ChosenVictims) -> bool:
     return all(policy.spec.mode == "Active" for policy in chosen.policies)
 
 
-def _for_contender(chosen: ChosenVictims) -> str:
-    """The message on the waiting pod: names of pods of its own namespace only."""
+def _named(chosen: ChosenVictims) -> str:
+    """The victims as the waiting pod may see them: names of pods of its own namespace only."""
     namespace = chosen.pod.metadata.namespace
     mine = [victim.metadata.name for victim, _ in chosen.victims if victim.metadata.namespace == namespace]
     others = Counter(victim.metadata.namespace for victim, _ in chosen.victims)
     del others[namespace]
-    named = [*mine, *(f"{count} of namespace {name}" for name, count in sorted(others.items()))]
-    return f"its devices are taken back on node {chosen.preemption.node}; pods that are evicted: {', '.join(named)}"
+    return ", ".join([*mine, *(f"{count} of namespace {name}" for name, count in sorted(others.items()))])
 
 
 def _for_victim(chosen: ChosenVictims, victim: Pod) -> str:

@@ -105,7 +105,7 @@ class Fence:
     ) -> None:
         self._claims = claims
         self._settings = settings or FenceSettings()
-        self._clock = clock or Clock()
+        self._clock = clock or client.clock
         self._observer = observer
         self.fenced = FencedDevices(client, self._settings.namespace, self._clock)
         self._canary = Canary(client, self._settings.namespace)
@@ -145,14 +145,15 @@ class Fence:
             raise
         return replace(result, undecided=result.undecided | (frozenset(devices) - chosen))
 
-    def reserve(self, gpus: Iterable[PoolDevice], uids: Collection[str]) -> bool:
+    def reserve(self, gpus: Iterable[PoolDevice], uids: Collection[str], seconds: float) -> bool:
         """Let only claims with these UIDs, or of pods with these UIDs, be allocated anything of whole GPUs (``gpu-N``
-        of a pool). Takes ``settle_s``.
+        of a pool) for so long. Takes ``settle_s``.
 
         False: the fence is not in force, and nothing is reserved. Raises ApiError: as for ``take_back``.
         """
-        allowed = ",".join(sorted(uids))
-        entries = frozenset(PoolDevice(gpu.pool, f"{gpu.device}{RESERVED}{allowed}") for gpu in gpus)
+        deadline = int(self._clock.now().timestamp() + seconds)
+        terms = RESERVED.join(["", ",".join(sorted(uids)), str(deadline)])
+        entries = frozenset(PoolDevice(gpu.pool, f"{gpu.device}{terms}") for gpu in gpus)
         try:
             # A policy of an earlier version admits nothing for pods.
             if self._close(entries) and not self._canary.refusal(_device_of(min(entries)), min(uids)):
@@ -172,9 +173,12 @@ class Fence:
         if not self._ended.is_set():
             self._canary.wake_parked_pods()
 
-    def lift_reservations_older_than(self, seconds: float) -> None:
-        """Lift those that this process has known for so long. Raises ApiError."""
-        self.lift(self.fenced.older_than(seconds) & self.reservations().keys())
+    def lift_overdue_reservations(self) -> bool:
+        """Lift those whose time has passed. Returns whether there were any. Raises ApiError."""
+        now = self._clock.now().timestamp()
+        overdue = [entry for entry in self.reservations() if _deadline_of(entry) <= now]
+        self.lift(overdue)
+        return bool(overdue)
 
     def lift(self, devices: Collection[PoolDevice]) -> None:
         """Allow allocation of ``devices`` again; to be called before they are offered. Raises ApiError."""
@@ -253,6 +257,11 @@ class Fence:
             self.lift(devices)
         except ApiError as error:
             log.warning("offered devices stay fenced for now", extra={"count": len(devices), "error": str(error)})
+
+
+def _deadline_of(reservation: PoolDevice) -> int:
+    deadline = reservation.device.rpartition(RESERVED)[2]
+    return int(deadline) if deadline.isdecimal() else 0
 
 
 def _device_of(entry: PoolDevice) -> PoolDevice:

@@ -8,7 +8,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
-from controller.cluster.claim_index import PoolDevice
+from controller.cluster.claim_index import RESERVED, PoolDevice
 from driver.clock import Clock
 from driver.errors import CONFLICT, ApiError
 from driver.kube.client import KubeClient, Object
@@ -75,11 +75,12 @@ class FencedDevices:
             return not self.devices.keys() <= before
 
     def add(self, devices: Collection[PoolDevice]) -> None:
-        """Fence at most MAX_ENTRIES devices; the oldest others are dropped if there would be more in all."""
+        """Fence at most MAX_ENTRIES devices; the oldest others are dropped if there would be more in all, but no
+        reservations."""
         new = set(devices)
         with self._lock:
-            others = sorted(self.devices.keys() - new, key=lambda device: self.devices[device])
-            dropped = others[: max(0, len(others) + len(new) - MAX_ENTRIES)]
+            others = sorted(self._withdrawn() - new, key=lambda device: self.devices[device])
+            dropped = others[: max(0, len(self.devices.keys() | new) - MAX_ENTRIES)]
             if dropped:
                 log.warning("too many fenced devices: the oldest entries are dropped", extra={"count": len(dropped)})
             try:
@@ -100,10 +101,14 @@ class FencedDevices:
         return max(0, MAX_ENTRIES - spared)
 
     def older_than(self, seconds: float) -> set[PoolDevice]:
-        """Devices that were fenced at least that long ago, as seen by this process."""
+        """Devices, no reservations, that were fenced at least that long ago, as seen by this process."""
         with self._lock:
             ended = self._clock.monotonic() - seconds
-            return {device for device, since in self.devices.items() if since <= ended}
+            return {device for device in self._withdrawn() if self.devices[device] <= ended}
+
+    def _withdrawn(self) -> set[PoolDevice]:
+        """The entries that are no reservations."""
+        return {device for device in self.devices if RESERVED not in device.device}
 
     def _load(self) -> None:
         self._remember(self._client.find(f"{self._folder}/{FENCE}") or {})

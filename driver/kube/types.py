@@ -437,6 +437,7 @@ class PodSpec(Struct, frozen=True):
     scheduling_group: SchedulingGroup | None = None
     priority: int = 0
     preemption_policy: str = ""
+    termination_grace_period_seconds: int = 30
     resources: Resources | None = None
     """Of the whole pod, in place of its containers' (KEP-2837)."""
     overhead: dict[str, Quantity] = {}

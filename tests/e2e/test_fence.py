@@ -155,7 +155,7 @@ def test_a_gpu_that_is_reserved_for_a_pod_is_allocated_for_no_other(
 ) -> None:
     """Tenants can write claims that look as if the scheduler had made them for the extended resources of a pod."""
     uid = waiting_pod["metadata"]["uid"]
-    assert fence.reserve([A], [uid])
+    assert fence.reserve([A], [uid], 300)
     reference = {"apiVersion": "v1", "kind": "Pod", "name": "waiting", "uid": uid, "controller": True}
     annotations = {"resource.kubernetes.io/extended-resource-claim": "true"}
     metadata = {"annotations": annotations, "ownerReferences": [reference]} if owner else {}
@@ -270,7 +270,7 @@ def test_a_reservation_is_judged_on_the_largest_node_with_all_devices_fenced(
         [PoolDevice(POOL, f"gpu-{gpu}-{name}") for gpu in gpus for name in names]
     )
     uids = [f"00000000-0000-4000-8000-{number:012}" for number in range(8)]
-    assert fence.reserve([PoolDevice(POOL, f"gpu-{gpu}") for gpu in gpus], uids)
+    assert fence.reserve([PoolDevice(POOL, f"gpu-{gpu}") for gpu in gpus], uids, 300)
     devices = [PoolDevice(POOL, f"gpu-{gpu}-new-{number}") for gpu in gpus for number in range(2)]
     try:
         began = time.perf_counter()

@@ -87,6 +87,10 @@ def test_what_a_tenant_writes_as_the_time_of_its_checkpoint_breaks_nothing(writt
             "a pod of a DaemonSet would come back here", id="DaemonSet",
         ),
         pytest.param(
+            {"terminationGracePeriodSeconds": 3601}, {}, [policy(**EVERYBODY)],
+            "its terminationGracePeriodSeconds 3601 is above 3600", id="grace period",
+        ),
+        pytest.param(
             {"metadata": {"labels": {"kueue.x-k8s.io/podset": "main"}}}, {}, [policy(**EVERYBODY)],
             "Kueue admits it", id="Kueue",
         ),

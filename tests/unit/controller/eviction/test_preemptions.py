@@ -45,11 +45,12 @@ class KeptReservations:
     """Reservations in memory. ``in_force``: whether the fence would refuse others."""
 
     def __init__(self) -> None:
-        self.in_force, self.kept, self.is_old = True, dict[PoolDevice, frozenset[str]](), False
-        self.woken = 0
+        self.in_force, self.kept, self.is_overdue = True, dict[PoolDevice, frozenset[str]](), False
+        self.woken, self.seconds = 0, 0.0
 
-    def reserve(self, gpus: Iterable[PoolDevice], uids: Iterable[str]) -> bool:
+    def reserve(self, gpus: Iterable[PoolDevice], uids: Iterable[str], seconds: float) -> bool:
         self.kept |= dict.fromkeys(gpus, frozenset(uids)) if self.in_force else {}
+        self.seconds = seconds
         return self.in_force
 
     def reservations(self) -> dict[PoolDevice, frozenset[str]]:
@@ -61,9 +62,9 @@ class KeptReservations:
     def wake_parked_pods(self) -> None:
         self.woken += 1
 
-    def lift_reservations_older_than(self, seconds: float) -> None:
-        assert seconds == RESERVATION_SECONDS
-        self.kept = {} if self.is_old else self.kept
+    def lift_overdue_reservations(self) -> bool:
+        self.kept = {} if self.is_overdue else self.kept
+        return self.is_overdue
 
 
 @dataclass
@@ -348,9 +349,43 @@ def test_a_new_leader_evicts_nobody_while_there_is_a_reservation_of_the_previous
 @pytest.mark.parametrize("end", ["the claim does not wait any more", "it lasts too long"])
 def test_a_reservation_ends(site: Site, end: str) -> None:
     site.reserved.kept = {GPU: frozenset({"claim" if end == "it lasts too long" else "gone"})}
-    site.reserved.is_old = end == "it lasts too long"
+    site.reserved.is_overdue = end == "it lasts too long"
     site.turn(policy("notebooks", **EVERYBODY))
     assert site.reserved.kept == {}
+
+
+def test_the_devices_are_reserved_until_all_victims_must_have_ended(site: Site) -> None:
+    site.contest = Contest(node_of("a", "full", gpus=2))
+    site.contest.runs("quick", "a", "gpu-0")
+    site.contest.runs("saves-its-work", "a", "gpu-1", terminationGracePeriodSeconds=1800)
+    site.contest.search(selector=FULL, count=2, status=REFUSED)
+    site.turn(policy("notebooks", **ACTIVE))
+    assert site.reserved.seconds == 1800 + RESERVATION_SECONDS
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["", "but the victim has ended"])
+def test_a_victim_that_has_not_ended_in_time_is_reported_and_another_one_evicted(site: Site, ends: bool) -> None:
+    site.contest = Contest([*node_of("a", "full", gpus=1), *node_of("b", "full", gpus=1)])
+    site.contest.runs("hanging", "a", "gpu-0", metadata={"namespace": "default"})
+    site.contest.runs("dear", "b", "gpu-0", priority=5)
+    site.contest.search(selector=FULL, status=REFUSED)
+    site.turn(policy("notebooks", **ACTIVE))
+    assert site.api.evicted == ["hanging"]
+    if ends:
+        site.api.drop("/api/v1/namespaces/default/pods/hanging")
+    site.reserved.is_overdue = True
+    site.preemptions.turn()
+    assert site.api.evicted == ["hanging", "dear"]
+    eventually(lambda: ("dear", "PreemptedFor") in {event[:2] for event in site.told()}, "the last Event is written")
+    blocked = {name: message for name, reason, message in site.told() if reason == "PreemptionBlocked"}
+    if ends:
+        assert blocked == {}
+        return
+    assert "default/hanging, of priority 0 at most" in blocked["notebooks"]
+    assert "but have not ended 300 s after the longest grace period" in blocked["notebooks"]
+    assert blocked["pod-of-claim"] == (
+        "pods that were evicted for it have not ended, so that others are looked for: hanging"
+    )
 
 
 @pytest.mark.parametrize(

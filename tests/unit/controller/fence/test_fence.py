@@ -31,6 +31,7 @@ from tests.support.running import eventually, in_thread
 CONFIG_MAPS = "/api/v1/namespaces/tessera/configmaps"
 A, B, C = (PoolDevice(POOL, f"gpu-{number}") for number in range(3))
 AT_ONCE = FenceSettings(settle_s=0)
+FIVE_MINUTES, HOUR = 300, 3600
 OF_THE_FENCE = [step for step in Step if step not in (Step.DECIDE, Step.WRITE_PLAN, Step.WITHDRAW)]
 
 
@@ -59,7 +60,7 @@ class FencedApi(ObjectApi):
     def _is_closed(self, device: PoolDevice, claim: Object) -> bool:
         consumers = claim["status"].get("reservedFor", ()) if self.admits_pods else ()
         admitted = {claim["metadata"].get("uid"), *(consumer["uid"] for consumer in consumers)}
-        parts = ((entry.pool, *entry.device.split("=")) for entry in self.fenced() if "=" in entry.device)
+        parts = ((entry.pool, *entry.device.split("=")[:2]) for entry in self.fenced() if "=" in entry.device)
         return device in self.fenced() or any(
             pool == device.pool and f"{device.device}-".startswith(f"{gpu}-") and admitted.isdisjoint(uids.split(","))
             for pool, gpu, uids in parts
@@ -108,7 +109,7 @@ def test_what_nobody_holds_may_be_withdrawn_and_can_not_be_allocated_any_more(
 def test_a_reserved_gpu_is_only_for_the_claims_that_are_named(api: FencedApi, claims: ClaimsCache) -> None:
     fence, client = fence_of(api, claims), api.server.client()
     mine = new_claim(client, "mine")
-    assert fence.reserve([A], [mine["metadata"]["uid"]])
+    assert fence.reserve([A], [mine["metadata"]["uid"]], FIVE_MINUTES)
     for name, device in (("whole", A), ("part", PoolDevice(POOL, f"{A.device}-mig-1g10gb-0"))):
         with pytest.raises(ApiError, match="tessera-fence"):
             give(api, name, device)
@@ -123,7 +124,7 @@ def test_a_gpu_that_is_reserved_for_a_pod_is_for_the_claims_that_are_allocated_f
     api: FencedApi, claims: ClaimsCache
 ) -> None:
     client = api.server.client()
-    assert fence_of(api, claims).reserve([A], ["waiting-pod"])
+    assert fence_of(api, claims).reserve([A], ["waiting-pod"], FIVE_MINUTES)
     with pytest.raises(ApiError, match="tessera-fence"):
         allocate(client, new_claim(client, "other"), A, pod="other-pod")
     allocate(client, new_claim(client, "made-by-the-scheduler"), A, pod="waiting-pod")
@@ -133,35 +134,49 @@ def test_a_gpu_of_which_the_full_device_is_fenced_can_be_reserved(api: FencedApi
     """It is offered, and lifted from the fence, once the victims have ended."""
     fence = fence_of(api, claims)
     fence.take_back([A])
-    assert fence.reserve([A], ["waiting-pod"])
+    assert fence.reserve([A], ["waiting-pod"], FIVE_MINUTES)
 
 
 def test_nothing_is_reserved_with_a_policy_of_an_earlier_version_that_would_refuse_the_waiting_pod(
     api: FencedApi, claims: ClaimsCache
 ) -> None:
     api.admits_pods = False
-    assert not fence_of(api, claims).reserve([A], ["waiting-pod"])
+    assert not fence_of(api, claims).reserve([A], ["waiting-pod"], FIVE_MINUTES)
     assert api.fenced() - {PoolDevice(POOL, "")} == set()
 
 
-def test_a_new_leader_knows_what_is_reserved_and_for_whom(
+def test_a_new_leader_knows_what_is_reserved_for_whom_and_until_when(
     api: FencedApi, claims: ClaimsCache, clock: FakeClock
 ) -> None:
-    fence_of(api, claims).reserve([A, B], ["one", "two"])
+    """Longer than what was withdrawn stays fenced."""
+    fence_of(api, claims, clock).reserve([A, B], ["one", "two"], HOUR)
+    clock.advance(HOUR - 1)
     fence = fence_of(api, claims, clock)
     fence.start([A, B, C])
+    fence.expire()
+    assert not fence.lift_overdue_reservations()
     assert set(fence.reservations().values()) == {frozenset({"one", "two"})}
-    fence.lift_reservations_older_than(300)
     assert len(fence.reservations()) == 2
-    clock.advance(300)
-    fence.lift_reservations_older_than(300)
+    clock.advance(1)
+    assert fence.lift_overdue_reservations()
     assert api.fenced() - {PoolDevice(POOL, "")} == set()
+    assert not fence.lift_overdue_reservations()
+
+
+def test_an_old_leader_keeps_a_reservation_for_all_of_its_time(
+    api: FencedApi, claims: ClaimsCache, clock: FakeClock
+) -> None:
+    fence = fence_of(api, claims, clock)
+    fence.reserve([A], ["one"], HOUR)
+    clock.advance(HOUR - 1)
+    fence.expire()
+    assert len(fence.reservations()) == 1
 
 
 def test_nothing_is_reserved_where_the_policy_is_missing(api: FencedApi, claims: ClaimsCache) -> None:
     api.policy = False
     settings = FenceSettings(settle_s=0, probe_s=0.01)
-    assert not fence_of(api, claims, settings=settings).reserve([A], ["mine"])
+    assert not fence_of(api, claims, settings=settings).reserve([A], ["mine"], FIVE_MINUTES)
     assert api.fenced() - {PoolDevice(POOL, "")} == set()
 
 
