@@ -45,6 +45,9 @@ RESERVED_INTERVAL_SECONDS = 0.25
 RESERVATION_SECONDS = 300.0
 """Longest time that victims may take to end after their grace periods, and the scheduler to bind the waiting pod."""
 
+MAX_RESERVED_CLAIMS = 8
+"""Tenants choose how many claims a pod has: beyond, the pod is named in their place, so that the fence stays small."""
+
 PODS_PER_TURN = 5
 """Waiting pods whose victims are looked for in a turn, those of the highest priority first."""
 
@@ -236,10 +239,11 @@ class Preemptions:
         if obstacle is not None:
             self._tell_policies(chosen, BLOCKED, obstacle)
             return False
-        uids = [pending.uid for pending in queue.of_pod(chosen.pod)]
+        uids = {pending.uid for pending in queue.of_pod(chosen.pod)}
+        uids = uids if len(uids) <= MAX_RESERVED_CLAIMS else {chosen.pod.metadata.uid}
         grace = max(victim.spec.termination_grace_period_seconds for victim, _ in chosen.victims)
         if not self._reservations.reserve(self._gpus_of(chosen, queue), uids, grace + RESERVATION_SECONDS):
-            self._tell_policies(chosen, BLOCKED, "the fence, which would reserve their devices, is not in force")
+            self._tell_policies(chosen, BLOCKED, "the fence, which reserves their devices, is not in force or full")
             return False
         self._tell_policies(chosen, EVICTING)
         node, victims = chosen.preemption

@@ -149,14 +149,18 @@ class Fence:
         """Let only claims with these UIDs, or of pods with these UIDs, be allocated anything of whole GPUs (``gpu-N``
         of a pool) for so long. Takes ``settle_s``.
 
-        False: the fence is not in force, and nothing is reserved. Raises ApiError: as for ``take_back``.
+        False: the fence is not in force or full, or another leader has reserved GPUs; then nothing is reserved.
+        Raises ApiError: as for ``take_back``.
         """
         deadline = int(self._clock.now().timestamp() + seconds)
         terms = RESERVED.join(["", ",".join(sorted(uids)), str(deadline)])
         entries = frozenset(PoolDevice(gpu.pool, f"{gpu.device}{terms}") for gpu in gpus)
+        if self._ended.is_set() or self.fenced.room(MIN_FENCED_SECONDS) < len(entries):
+            return False
         try:
-            # A policy of an earlier version admits nothing for pods.
-            if self._close(entries) and not self._canary.refusal(_device_of(min(entries)), min(uids)):
+            # Of two leaders at once, the second one to write sees both. A policy of an earlier version admits no pods.
+            is_alone = self._close(entries) and self.reservations().keys() == entries
+            if is_alone and not self._canary.refusal(_device_of(min(entries)), min(uids)):
                 return True
             self.lift(entries)
         except ApiError:

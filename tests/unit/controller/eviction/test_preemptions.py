@@ -354,6 +354,26 @@ def test_a_reservation_ends(site: Site, end: str) -> None:
     assert site.reserved.kept == {}
 
 
+def test_for_a_pod_with_very_many_claims_the_gpus_are_reserved_for_the_pod(site: Site) -> None:
+    """Tenants must not be able to fill the fence."""
+    site.contest = Contest(node_of("a", "full", gpus=8 + 1))
+    for number in range(8 + 1):
+        site.contest.runs(f"notebook-{number}", "a", f"gpu-{number}", metadata={"ownerReferences": [owner_of(number)]})
+    there = site.contest.there
+    claims = [there.claim(f"claim-{number}", request(selector=FULL)) for number in range(8 + 1)]
+    there.pod("many", *claims, priority=10, status=REFUSED)
+    site.turn(policy("notebooks", **ACTIVE))
+    assert len(site.api.evicted) == 8 + 1
+    assert {*site.reserved.kept.values()} == {frozenset({"many"})}
+    assert len(site.reserved.kept) == 8 + 1
+    site.preemptions.turn()
+    assert site.reserved.kept
+
+
+def owner_of(number: int) -> dict[str, Any]:
+    return {**OWNER, "name": f"web-{number}", "uid": f"owner-{number}"}
+
+
 def test_the_devices_are_reserved_until_all_victims_must_have_ended(site: Site) -> None:
     site.contest = Contest(node_of("a", "full", gpus=2))
     site.contest.runs("quick", "a", "gpu-0")
@@ -399,7 +419,7 @@ def test_a_victim_that_has_not_ended_in_time_is_reported_and_another_one_evicted
         ),
         pytest.param({"quietHours": [ALL_DAY]}, "policy notebooks has quiet hours until ", id="quiet hours"),
         pytest.param({}, "the API server refuses an eviction", id="refused"),
-        pytest.param({}, "the fence, which would reserve their devices, is not in force", id="no fence"),
+        pytest.param({}, "the fence, which reserves their devices, is not in force or full", id="no fence"),
         pytest.param({}, "the pod does not wait any more", id="bound"),
         pytest.param({}, "the pod does not wait any more", id="allocated"),
         pytest.param({}, "the owner of the waiting pod has lost a pod in this way", id="cascade"),

@@ -173,6 +173,61 @@ def test_an_old_leader_keeps_a_reservation_for_all_of_its_time(
     assert len(fence.reservations()) == 1
 
 
+def test_of_two_leaders_at_once_one_reserves_and_the_other_leaves_that_alone(
+    api: FencedApi, claims: ClaimsCache
+) -> None:
+    one, two = fence_of(api, claims), fence_of(api, claims)
+    one.start([])
+    two.start([])
+    assert one.reserve([A], ["one"], FIVE_MINUTES)
+    assert not two.reserve([B], ["two"], FIVE_MINUTES)
+    assert [(entry.pool, entry.device.split("=")[:2]) for entry in api.fenced()] == [(POOL, ["gpu-0", "one"])]
+
+
+def test_leaders_that_reserve_in_the_same_moment_do_not_both_evict(api: FencedApi, claims: ClaimsCache) -> None:
+    for _ in range(10):
+        leaders = fence_of(api, claims), fence_of(api, claims)
+        start = threading.Barrier(2)
+
+        def reserve(leader: Fence, gpu: PoolDevice, start: threading.Barrier = start) -> bool:
+            leader.start([])
+            start.wait(60)
+            return leader.reserve([gpu], ["uid"], FIVE_MINUTES)
+
+        with ThreadPoolExecutor(2) as pool:
+            results = list(pool.map(reserve, leaders, (A, B)))
+        assert sum(results) <= 1
+        assert len(api.fenced() - {PoolDevice(POOL, "")}) == sum(results)
+        for leader in leaders:
+            leader.fenced.load()
+            leader.lift(leader.reservations())
+
+
+def test_a_leader_whose_term_has_ended_reserves_nothing(api: FencedApi, claims: ClaimsCache) -> None:
+    fence = fence_of(api, claims)
+    fence.end()
+    assert not fence.reserve([A], ["one"], FIVE_MINUTES)
+    assert not api.fenced()
+
+
+def test_a_full_fence_keeps_reservations_and_what_was_just_withdrawn(
+    api: FencedApi, claims: ClaimsCache, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fenced, "MAX_ENTRIES", 2)
+    fence = fence_of(api, claims, clock)
+    fence.take_back([B, C])
+    assert not fence.reserve([A], ["one"], HOUR)
+    assert api.fenced() == {B, C}
+    clock.advance(module.MIN_FENCED_SECONDS)
+    assert fence.reserve([A], ["one"], HOUR)
+    clock.advance(module.MIN_FENCED_SECONDS)
+    devices = [PoolDevice(POOL, f"gpu-{number}") for number in range(7, 10)]
+    result = fence.take_back(devices)
+    assert (len(result.devices), len(result.undecided)) == (1, 2)
+    assert api.fenced() == {*fence.reservations(), *result.devices}
+    assert len(fence.reservations()) == 1
+
+
 def test_nothing_is_reserved_where_the_policy_is_missing(api: FencedApi, claims: ClaimsCache) -> None:
     api.policy = False
     settings = FenceSettings(settle_s=0, probe_s=0.01)

@@ -21,7 +21,7 @@ from tests.support.api_server import ObjectApi
 from tests.support.running import eventually, in_thread
 
 CONFIG_MAPS = "/api/v1/namespaces/tessera/configmaps"
-FENCED = {"node-a-gpu.tessera.dev": "gpu-0 gpu-1", "node-b-gpu.tessera.dev": "gpu-0"}
+FENCED = {"node-a-gpu.tessera.dev": "gpu-0 gpu-1 gpu-2=uid=1800000000", "node-b-gpu.tessera.dev": "gpu-0"}
 
 
 @dataclass
