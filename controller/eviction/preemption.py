@@ -236,9 +236,12 @@ class PreemptionSearch:
 
     def _is_enough(self, node: str, gone: Collection[VictimUnit], *, checks_resources: bool) -> bool:
         claims = frozenset[str]().union(*(unit.claims for unit in gone))
+        gpus = frozenset[str]().union(*(unit.gpus for unit in gone))
         holders, feasibility = self._queue.holders, self._queue.feasibility
         remaining = [
             entry.holding(device for device, of in held_with_claims(entry, holders) if not of or not claims >= set(of))
+            if entry.gpu.uuid in gpus
+            else entry
             for entry in feasibility.fleet.nodes[node]
         ]
         return any(feasibility.fits_on(remaining, needed) for needed in self._alternatives) and (
