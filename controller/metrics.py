@@ -115,6 +115,8 @@ class ControllerMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         slices = GaugeMetricFamily("tessera_slices", "Memory slices of GPUs by state.", labels=["product", "state"])
         gpus = GaugeMetricFamily("tessera_gpus_by_use", "GPUs by use.", labels=["product", "use"])
+        meaning = "GPUs that would become whole if partitions were packed on the fewest GPUs."
+        scattered = GaugeMetricFamily("tessera_gpus_lost_to_scatter", meaning, labels=["product"])
         shared = GaugeMetricFamily(
             "tessera_shared_memory_bytes", "Memory of shared devices by state.", labels=["product", "state"]
         )
@@ -132,6 +134,7 @@ class ControllerMetrics(Collector):
                     slices.add_metric([product, state.value], capacity.slices.get((product, state), 0))
                 for use in GpuUse:
                     gpus.add_metric([product, use.value], capacity.gpus.get((product, use), 0))
+                scattered.add_metric([product], capacity.scattered.get(product, 0))
             for labels, gib in _shared_gib(decided.fleet).items():
                 shared.add_metric(labels, gib * GIB)
             for labels, count in _pending_by_class_and_reason(decided).items():
@@ -142,7 +145,7 @@ class ControllerMetrics(Collector):
             causes = Count(claim.cause for claims in reported for claim in claims)
             for cause in FailureCause:
                 unprepared.add_metric([cause.value], causes[cause])
-        yield from (slices, gpus, shared, pending, oldest, unprepared)
+        yield from (slices, gpus, scattered, shared, pending, oldest, unprepared)
 
 
 def _shared_gib(fleet: Fleet) -> Mapping[tuple[str, str], int]:

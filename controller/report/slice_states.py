@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
 
 from controller.cluster.fleet import Fleet, FleetGpu
+from controller.demand.device_search import slices_of
 from controller.demand.feasibility import SelectedKind
 from controller.demand.pending_claims import PendingClaim, Queue
 from driver.model.device import SLICE_VALUE
@@ -38,10 +39,11 @@ class GpuUse(StrEnum):
 
 
 class Capacity(NamedTuple):
-    """Memory slices by product and state, and GPUs by product and use."""
+    """Memory slices by product and state, GPUs by product and use, and those lost to scatter by product."""
 
     slices: Mapping[tuple[str, SliceState], float]
     gpus: Mapping[tuple[str, GpuUse], int]
+    scattered: Mapping[str, int]
 
 
 class RequestedKinds:
@@ -87,7 +89,41 @@ def capacity_of(fleet: Fleet, offered: Iterable[Offer], requested: Collection[Of
         for state, count in counts.items():
             slices[product, state] += count  # type: ignore[assignment]  # a share holds a part of a slice
         gpus[product, _use(counts, entry.gpu.memory_slices)] += 1
-    return Capacity(slices, gpus)
+    return Capacity(slices, gpus, scattered_gpus(fleet))
+
+
+def scattered_gpus(fleet: Fleet) -> Counter[str]:
+    """By product, the GPUs that would become whole if the partitions of claims were packed on the fewest GPUs.
+
+    Only GPUs count that nothing but such partitions keeps from being allocated whole. The largest partitions are placed
+    first, each on the first GPU with room: with a better packing there might be more. Nodes, selectors and pods do not
+    matter.
+    """
+    partly_held: dict[str, list[FleetGpu]] = {}
+    for entry in fleet:
+        is_movable = bool(entry.held) and all(device.kind is DeviceKind.PARTITION for device in entry.held)
+        if is_movable and entry.unheld.state.whole:
+            partly_held.setdefault(entry.gpu.product_name, []).append(entry)
+    return Counter({product: len(entries) - _fewest(entries) for product, entries in partly_held.items()})
+
+
+def _fewest(entries: Sequence[FleetGpu]) -> int:
+    """The number of GPUs on which the partitions held on ``entries`` are packed."""
+    states, full = [entry.unheld.state for entry in entries], entries[0].unheld.state
+    counts = Counter(device.spot.kind for entry in entries for device in entry.held)
+    in_order = sorted(counts, key=lambda kind: (-slices_of(full, kind), len(list(full.spots(kind))), str(kind)))
+    for kind in in_order:
+        for place in range(len(states)):
+            while counts[kind] and (packed := _with_another(states[place], kind)) is not None:
+                states[place], counts[kind] = packed, counts[kind] - 1
+    return len(entries) if counts.total() else sum(state.mask != 0 for state in states)
+
+
+@lru_cache(maxsize=1 << 14)
+def _with_another(state: GpuState, kind: OfferKind) -> GpuState | None:
+    """``state`` with one more partition of ``kind``, at the last place: few can have the last slices. None: no room."""
+    spot = max(state.spots(kind), key=lambda spot: spot.at, default=None)
+    return None if spot is None else state.take(spot, 1)
 
 
 def _use(counts: Mapping[SliceState, float], total: int) -> GpuUse:

@@ -75,6 +75,7 @@ CHECKS: Mapping[str, StatusCheck] = {
         (Listing.PENDING,),
         (Listing.EVENTS,),
     ),
+    "room": StatusCheck(stuck_claims.room, (Listing.PENDING,)),
     "starts": StatusCheck(stuck_claims.starts, (Listing.PENDING, Listing.PLANS)),
     "releases": StatusCheck(stuck_claims.releases, (Listing.PENDING,)),
     EVICTIONS: StatusCheck(stuck_claims.evictions),

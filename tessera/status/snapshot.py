@@ -18,6 +18,8 @@ from controller.eviction.recent_evictions import Eviction, RecentEvictions
 from controller.explain.events import COMPONENT, WrittenEvent
 from controller.report.claim_explainer import Explainer, Explanation
 from controller.report.cluster_view import read_cluster
+from controller.report.map_model import requested_kinds
+from controller.report.slice_states import Capacity, capacity_of
 from driver.config.flag_values import NVIDIA_DRIVER
 from driver.errors import FORBIDDEN, ApiError, FatalError, UsageError
 from driver.kube.client import Object
@@ -46,6 +48,7 @@ NAMESPACE = "tessera"
 AUTOSCALER = "cluster-autoscaler-status"
 
 POLICIES = "/apis/admissionregistration.k8s.io/v1"
+NO_CAPACITY = Capacity({}, {}, {})
 APPS = "/apis/apps/v1"
 EVENTS_OF_CONTROLLER = f"reportingComponent={COMPONENT}"
 EVENTS_OF_NODES = "involvedObject.kind=Node,reportingComponent=tessera-node"
@@ -102,7 +105,7 @@ class StatusSnapshot:
     claims         with a device of the driver
     pending        all pending claims, with the reason that this command finds; ``unprepared`` those that are allocated
                    and that their nodes can not prepare, ``unreleased`` those that they can not release;
-                   read together with ``taint_rules``
+                   read together with ``taint_rules`` and ``capacity``
     events         of the controller, about any object; ``node_events`` of node plugins, about their nodes
     plans          None if the CustomResourceDefinition is not installed
     daemon_set     None if there is none, or if it can't be read
@@ -125,6 +128,7 @@ class StatusSnapshot:
     unprepared: Sequence[Explanation] = ()
     unreleased: Sequence[Explanation] = ()
     taint_rules: Sequence[DeviceTaintRule] = ()
+    capacity: Capacity = NO_CAPACITY
     events: Sequence[WrittenEvent] = ()
     node_events: Sequence[WrittenEvent] = ()
     classes: Sequence[DeviceClass] = ()
@@ -215,8 +219,8 @@ class SnapshotReader:
         claims = self._read(Listing.CLAIMS, f"{RESOURCE_GROUP}/resourceclaims", Claim)
         plans, own_leases = self._plans(), self._read(Listing.LEASES, leases(self._namespace), Object)
         version = self._client.get_object("/version")
-        explained = self._explained() if plans is not None else ([], [], [], ())
-        pending, unprepared, unreleased, taint_rules = explained
+        explained = self._explained() if plans is not None else ([], [], [], (), NO_CAPACITY)
+        pending, unprepared, unreleased, taint_rules, capacity = explained
         slices = self._read(Listing.SLICES, SLICES, ResourceSlice, f"spec.driver={self._driver}")
         snapshot = StatusSnapshot(
             self._driver,
@@ -232,6 +236,7 @@ class SnapshotReader:
             unprepared=unprepared,
             unreleased=unreleased,
             taint_rules=taint_rules,
+            capacity=capacity,
             events=self._read(Listing.EVENTS, "/api/v1/events", WrittenEvent, EVENTS_OF_CONTROLLER),
             node_events=self._read(Listing.EVENTS, "/api/v1/events", WrittenEvent, EVENTS_OF_NODES),
             classes=self._read(Listing.CLASSES, f"{RESOURCE_GROUP}/deviceclasses", DeviceClass),
@@ -327,14 +332,15 @@ class SnapshotReader:
 
     def _explained(
         self,
-    ) -> tuple[list[Explanation], list[Explanation], list[Explanation], Sequence[DeviceTaintRule]]:
-        """The claims that are pending, can't be prepared, and can't be released; and the DeviceTaintRules."""
+    ) -> tuple[list[Explanation], list[Explanation], list[Explanation], Sequence[DeviceTaintRule], Capacity]:
+        """The claims that are pending, can't be prepared, and can't be released; DeviceTaintRules; and slices."""
         with self._recorded(Listing.PENDING):
             view = read_cluster(self._client, self._driver)
             explainer = Explainer(view)
             rules = view.snapshot.cluster.taint_rules
-            return [*explainer.pending()], [*explainer.unprepared()], [*explainer.unreleased()], rules
-        return [], [], [], ()
+            capacity = capacity_of(view.fleet, (), requested_kinds(view))
+            return [*explainer.pending()], [*explainer.unprepared()], [*explainer.unreleased()], rules, capacity
+        return [], [], [], (), NO_CAPACITY
 
     def _plans(self) -> Mapping[str, GpuNodePlan] | None:
         with self._recorded(Listing.PLANS):

@@ -11,6 +11,7 @@ from controller.explain.events import UNREADABLE
 from controller.explain.reason import ReasonCode
 from controller.explain.sources.selected_gpus import listed
 from controller.report.claim_explainer import OTHER_DRIVERS, Explanation
+from controller.report.slice_states import SliceState
 from driver.model.plan import FENCE, FailureCause
 from tessera.status.snapshot import CheckOutput, Problem, StatusSnapshot
 from tessera.tables_and_drawings import counted
@@ -81,6 +82,14 @@ def pending(snapshot: StatusSnapshot) -> CheckOutput:
         kinds = "of the same kind" if is_same else f"of other kinds, too{_counts(others)}"
         yield Problem(f"{len(others)} more", kinds, "tessera why -A")
     yield from _unreadable(snapshot)
+
+
+def room(snapshot: StatusSnapshot) -> CheckOutput:
+    """Memory that is free and serves nobody; never a finding."""
+    slices = snapshot.capacity.slices.items()
+    stranded = sum(count for (_, state), count in slices if state is SliceState.STRANDED)
+    yield f"{counted(round(stranded), 'memory slice')} stranded"
+    yield f"{counted(sum(snapshot.capacity.scattered.values()), 'whole GPU')} lost to scatter"
 
 
 ADVICE_BY_CAUSE: Mapping[FailureCause, str] = {

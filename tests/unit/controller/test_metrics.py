@@ -45,6 +45,13 @@ def test_pending_claims_are_counted_by_class_and_reason_and_an_invented_class_ma
     assert registry.get_sample_value("tessera_slices", {"product": H100, "state": "held"}) is None
 
 
+def test_gpus_lost_to_scatter_are_measured_by_product() -> None:
+    registry = CollectorRegistry()
+    queue = Situation([fleet_gpu("n", number, H100, "mig-1g10gb-0") for number in range(3)]).queue
+    measured(registry).decision_made(queue, queue.feasibility.fleet, (), {}, reported({}))
+    assert registry.get_sample_value("tessera_gpus_lost_to_scatter", {"product": H100}) == 2
+
+
 def test_the_memory_of_shared_gpus_is_counted_as_held_and_as_free_while_claims_can_get_it() -> None:
     registry = CollectorRegistry()
     gpus = [shared_gpu("n", 0, 6, 30), shared_gpu("n", 1), shared_gpu("n", 2, fault="XID 79"), fleet_gpu("n", 3, H100)]

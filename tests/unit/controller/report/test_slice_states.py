@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.cluster.fleet import Fleet, FleetGpu
-from controller.report.slice_states import REQUESTED_SECONDS, GpuUse, RequestedKinds, capacity_of
+from controller.report.slice_states import REQUESTED_SECONDS, GpuUse, RequestedKinds, capacity_of, scattered_gpus
 from driver.model.offer import FULL, SHARE, DeviceKind, Offer, OfferKind
 from tests.support.gpus import H100
 from tests.support.queues import Situation, fleet_gpu, profile, request
@@ -94,3 +96,33 @@ def test_a_kind_counts_as_requested_for_an_hour_after_a_claim_was_pending_or_all
     assert requested.kinds == {SMALL, HALF}
     requested.update(idle, idle.feasibility.fleet, ["n"], REQUESTED_SECONDS + 1)
     assert requested.kinds == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "lost"),
+    [
+        pytest.param([], 0, id="nothing is held"),
+        pytest.param([["mig-1g10gb-0"]], 0, id="one partition"),
+        pytest.param([["mig-1g10gb-0"], ["mig-1g10gb-3"], ["mig-1g10gb-6"]], 2, id="one on each of three"),
+        pytest.param([["mig-4g40gb-0"], ["mig-4g40gb-0"]], 0, id="two that do not fit on one"),
+        pytest.param([["mig-4g40gb-0"], ["mig-3g40gb-0"]], 1, id="two that fit on one, at another place"),
+        pytest.param(
+            [["mig-1g10gb-0", "mig-2g20gb-4"], ["mig-3g40gb-4"], ["mig-1g10gb-0"]], 2, id="the largest are placed first"
+        ),
+        pytest.param([["mig-1g10gb-0"], ["full"]], 0, id="a full GPU is not packed"),
+    ],
+)
+def test_gpus_are_lost_to_scatter_that_packed_partitions_would_leave_whole(gpus: list[list[str]], lost: int) -> None:
+    fleet = Fleet.of(fleet_gpu("n" if number else "m", number, H100, *held) for number, held in enumerate(gpus))
+    assert scattered_gpus(fleet).total() == lost
+
+
+@pytest.mark.parametrize("state", [{"fault": "lost"}, {"foreign": 0b10000000}, {"why_no_offers": "is cordoned"}])
+def test_a_gpu_that_could_not_be_whole_anyway_is_not_lost_to_scatter(state: dict[str, Any]) -> None:
+    gpus = [fleet_gpu("n", number, H100, "mig-1g10gb-0", **(state if number == 1 else {})) for number in range(3)]
+    assert scattered_gpus(Fleet.of(gpus)) == {H100: 1}
+
+
+def test_partitions_are_not_packed_on_gpus_of_another_product() -> None:
+    gpus = [fleet_gpu("n", 0, H100, "mig-1g10gb-0"), fleet_gpu("n", 1, "NVIDIA H200", "mig-1g18gb-0")]
+    assert scattered_gpus(Fleet.of(gpus)).total() == 0

@@ -9,10 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from controller.cluster.fleet import Fleet
 from controller.eviction.failed_starts import FailedStart
 from controller.explain.events import UNREADABLE, InvolvedObject, WrittenEvent
 from controller.explain.helpful_changes import HelpfulChange
 from controller.report.claim_explainer import OTHER_DRIVERS, Explanation
+from controller.report.slice_states import capacity_of
 from driver.kube.slice_types import ResourceSlice
 from driver.kube.types import (
     DeviceTaintRule,
@@ -24,12 +26,14 @@ from driver.kube.types import (
     Pod,
     Taint,
 )
+from driver.model.offer import FULL
 from driver.model.plan import FailedClaim, FailureCause, PlanMode, PlanSpec, PlanStatus
 from driver.model.reported_gpus import OWNED_SUFFIX, FaultKind, GpuReport, encode_inventory
 from tessera.commands.status import as_text
 from tessera.status.snapshot import StatusSnapshot
 from tessera.status.stuck_claims import ADVICE
-from tests.support.gpus import gpu_of
+from tests.support.gpus import H100, gpu_of
+from tests.support.queues import fleet_gpu
 from tests.unit.tessera.status.test_checks import (
     NODE,
     NOW,
@@ -60,6 +64,14 @@ def test_claims_that_wait_for_what_others_hold_are_counted_and_no_finding() -> N
     assert found(snapshot) == {}
     assert result(snapshot, "claims").summary == "3 claims pending: 3 wait (2 AllHeld, 1 Fragmented)"
     assert result(SOUND, "claims").summary == "no claim is pending"
+
+
+def test_free_memory_that_serves_nobody_is_counted_and_no_finding() -> None:
+    gpus = [fleet_gpu("n", number, H100, "mig-1g10gb-0") for number in range(2)]
+    snapshot = replace(SOUND, capacity=capacity_of(Fleet.of(gpus), (), {FULL}))
+    assert found(snapshot) == {}
+    assert result(snapshot, "room").summary == "14 memory slices stranded, 1 whole GPU lost to scatter"
+    assert result(SOUND, "room").summary == "0 memory slices stranded, 0 whole GPUs lost to scatter"
 
 
 def test_claims_that_do_not_resolve_by_themselves_are_counted_apart_and_named_at_most_three() -> None:
