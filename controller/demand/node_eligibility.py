@@ -14,6 +14,7 @@ from itertools import islice
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from controller.cluster.node_views import UNREACHABLE_TAINTS
 from driver.kube.types import Expression, Node, NodeSelector, NodeTerm, Pod, PodSpec, Taint
@@ -92,6 +93,10 @@ class Eligibility:
             # One object for most pods.
             nodes = self._nodes_of[condition] = self._all_nodes if nodes == self._all_nodes else nodes
         return nodes
+
+    def nodes_for_successor(self, pod: Pod) -> frozenset[str]:
+        """Names of the nodes for the next pod like ``pod``, which is bound, with claims that are not allocated."""
+        return self.nodes_for(replace(pod, spec=replace(pod.spec, node_name="")))
 
 
 def _named_nodes(selector: NodeSelector) -> set[str] | None:

@@ -74,6 +74,7 @@ class ClaimReason(NamedTuple):
     of_pods      those of several pods that have a reason of their own
     found_at     when it was found; None: it is current
     is_examined  False: there was no time yet to find the reason
+    moves        what moves of other claims would do, a part of the sentence; empty: none are known that help
     """
 
     pending: PendingClaim
@@ -84,6 +85,7 @@ class ClaimReason(NamedTuple):
     of_pods: tuple[tuple[Key, Reason], ...] = ()
     found_at: datetime | None = None
     is_examined: bool = True
+    moves: str = ""
 
     @property
     def text(self) -> str:

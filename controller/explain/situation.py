@@ -30,8 +30,8 @@ class Lookups:
     def creation_failure(self, pod: Pod) -> str | None:
         """What kube-controller-manager reports on a pod whose claim it can not create."""
 
-    def pod_of(self, claim: Key) -> Pod | None:
-        """The first pod for which an allocated claim is reserved; None, too, if it is for none."""
+    def pods_of(self, claim: Key) -> Sequence[Pod] | None:
+        """The pods for which an allocated claim is reserved, two of them at most."""
 
     def slices_of(self, driver: str) -> Sequence[DetailedSlice] | None:
         """The ResourceSlices of another driver."""

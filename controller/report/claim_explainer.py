@@ -63,6 +63,7 @@ class Explanation:
     NOT_RELEASED, NOT_USED (no pending pod uses the claim), TERMINATING or OTHER_DRIVERS. ``start`` is what the node of
     an allocated claim reports that can not prepare it. ``permanent``: the reason does not pass when other claims end.
     ``holders`` are the claims that hold devices which it could have; ``reports`` what the scheduler says of each pod.
+    ``moves``: what moves of other claims would do, if some are known that help.
     ``is_detailed``: requests, holders and changes were looked for.
     """
 
@@ -77,6 +78,7 @@ class Explanation:
     reports: tuple[tuple[str, str], ...] = ()
     is_detailed: bool = True
     start: FailedStart | None = None
+    moves: str = ""
 
     @property
     def is_pending(self) -> bool:
@@ -196,6 +198,7 @@ class Explainer:
             message=message,
             permanent=reason is not None and reason.permanent,
             reports=_reports(pending.pods),
+            moves=reason.moves if reason is not None else "",
         )
 
     def _of_reason(self, reason: ClaimReason) -> Explanation:

@@ -208,10 +208,11 @@ class ClusterReads(Lookups):
             return None
         return max(events, key=lambda event: event.last_timestamp or "", default=None)
 
-    def pod_of(self, claim: Key) -> Pod | None:
+    def pods_of(self, claim: Key) -> Sequence[Pod] | None:
         try:
-            consumers = read_claim(self._client, claim.namespace, claim.name, any_age=True).pod_consumers
-            return find_pod(self._client, Key(claim.namespace, consumers[0].name)) if consumers else None
+            consumers = read_claim(self._client, claim.namespace, claim.name, any_age=True).pod_consumers[:2]
+            pods = [find_pod(self._client, Key(claim.namespace, consumer.name)) for consumer in consumers]
+            return None if None in pods else [pod for pod in pods if pod is not None]
         except ApiError:
             return None
 

@@ -90,6 +90,8 @@ def room(snapshot: StatusSnapshot) -> CheckOutput:
     stranded = sum(count for (_, state), count in slices if state is SliceState.STRANDED)
     yield f"{counted(round(stranded), 'memory slice')} stranded"
     yield f"{counted(sum(snapshot.capacity.scattered.values()), 'whole GPU')} lost to scatter"
+    helped = [explanation for explanation in snapshot.pending if explanation.moves]
+    yield from (f"for {_about(explanation)} {explanation.moves}" for explanation in helped[:MAX_FINDINGS])
 
 
 ADVICE_BY_CAUSE: Mapping[FailureCause, str] = {

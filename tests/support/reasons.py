@@ -42,9 +42,9 @@ class Answers(Lookups):
     def creation_failure(self, pod: Pod) -> str | None:
         return self.failure
 
-    def pod_of(self, claim: Key) -> Pod | None:
+    def pods_of(self, claim: Key) -> Sequence[Pod] | None:
         self.asked.append(claim)
-        return self.pods.get(claim.name)
+        return [self.pods[claim.name]] if claim.name in self.pods else None
 
     def slices_of(self, driver: str) -> Sequence[DetailedSlice] | None:
         return self.slices

@@ -1,4 +1,5 @@
-"""How the pods whose claims hold what a pending claim could have relate to its own pod."""
+"""How the pods whose claims hold what a pending claim could have relate to its own pod, and which of them could have
+their devices on other nodes."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ from functools import partial
 from typing import NamedTuple
 
 from controller.cluster.cache import TEMPLATE_HASH
+from controller.demand.node_eligibility import Eligibility
 from controller.demand.pending_claims import PendingClaim
-from controller.explain.reason import ClaimReason
+from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.situation import Lookups, Situation
 from controller.explain.sources.causes_in_pods_and_claims import MAX_LOOKUPS_ONCE, LookedUp
+from controller.explain.sources.moves import HeldDevice, with_moves
 from controller.explain.sources.no_free_device import Reasoning
 from driver.clock import Clock
 from driver.kube.types import Key, Pod, Reference
@@ -23,6 +26,9 @@ MAX_POD_LOOKUPS = 2
 
 POD_INTERVAL_SECONDS = 60.0
 """Time after which the pod of a claim is looked up again; a claim rarely changes hands."""
+
+
+MOVES_HELP = {ReasonCode.HELD, ReasonCode.FRAGMENTED}
 
 
 class HoldingPod(NamedTuple):
@@ -44,23 +50,33 @@ class HoldingPods:
         self.looked_up = LookedUp(clock, MAX_POD_LOOKUPS if watching else MAX_LOOKUPS_ONCE, POD_INTERVAL_SECONDS)
 
     def with_relations(self, reason: ClaimReason, reasoning: Reasoning, situation: Situation) -> ClaimReason:
-        """``reason`` and how the pods that hold the devices relate to the pending one, where that is known."""
-        pending = reason.pending
+        """``reason`` and, where that is known, how the pods that hold the devices relate to the pending one, and which
+        of them could have theirs on other nodes."""
+        pending, at, lookups = reason.pending, reasoning.for_claim(reason.pending), situation.lookups
         if reserved := situation.reserved_for(pending):
             names = ", ".join(gpu.device for gpu in reserved)
             more = [f"{names} of pool {reserved[0].pool} is reserved for it and free once the evicted pods have ended"]
         else:
-            holders = self._holders(pending, reasoning.for_claim(pending), situation.lookups)
-            more = list(relations(pending.pods[0], holders))
+            more = list(relations(pending.pods[0], self._holders(pending, at, lookups)))
+            if reason.code in MOVES_HELP and not reason.moves:
+                may_go = partial(self._may_go, at.queue.eligibility, lookups)
+                reason = with_moves(reason, at.queue, reasoning.moves, may_go)
         return reason._replace(sentence="; ".join((reason.sentence, *more)))
 
+    def _may_go(self, eligibility: Eligibility, lookups: Lookups, item: HeldDevice, node: str) -> bool:
+        """Whether the only pod of a claim, which has no other claim, may run on ``node``; False if that is unknown."""
+        pods = () if node == item.gpu.node else self._pods(item.claim, lookups)
+        is_alone = len(pods) == 1 and len(pods[0].claims) == 1
+        return node == item.gpu.node or (is_alone and node in eligibility.nodes_for_successor(pods[0]))
+
+    def _pods(self, claim: str, lookups: Lookups) -> Sequence[Pod]:
+        namespace, _, name = claim.partition("/")
+        return self.looked_up.get(claim, partial(lookups.pods_of, Key(namespace, name))) or ()
+
     def _holders(self, pending: PendingClaim, reasoning: Reasoning, lookups: Lookups) -> list[HoldingPod]:
-        holders = []
+        holders: list[HoldingPod] = []
         for claim in reasoning.holders(pending)[:MAX_HOLDERS]:
-            namespace, _, name = claim.partition("/")
-            pod = self.looked_up.get(claim, partial(lookups.pod_of, Key(namespace, name)))
-            if pod is not None:
-                holders.append(HoldingPod(claim, pod))
+            holders += [HoldingPod(claim, pod) for pod in self._pods(claim, lookups)[:1]]
         return holders
 
 

@@ -20,7 +20,7 @@ from controller.demand.requirements import ClaimRequirements, DeviceRequest, Ref
 from controller.explain.reason import ClaimReason, Reason, ReasonCode
 from controller.explain.sources import no_free_device_sentences as sentences
 from controller.explain.sources.monitor_devices import MonitorDevices
-from controller.explain.sources.moves import moves_that_help
+from controller.explain.sources.moves import KnownMoves, with_moves
 from controller.explain.sources.selected_gpus import (
     Availability,
     SelectedGpus,
@@ -63,7 +63,9 @@ def reason_of(pending: PendingClaim, reasoning: Reasoning, unreported: Unreporte
         return None
     group = queue.gangs_without_room[pending.key].group if reason.code is ReasonCode.GANG else None
     of_pods = () if reason.permanent else _of_single_pods(pending, reasoning, unreported, reason.code)
-    return ClaimReason(pending, reason.code, reason.sentence, reason.permanent, group, tuple(of_pods))
+    of_claim = ClaimReason(pending, reason.code, reason.sentence, reason.permanent, group, tuple(of_pods))
+    at = reasoning.for_claim(pending)
+    return with_moves(of_claim, at.queue, at.known.moves) if reason.code is ReasonCode.FRAGMENTED else of_claim
 
 
 def _of_single_pods(
@@ -106,6 +108,7 @@ class KnownReasons:
         self.temporary: dict[tuple[ClaimRequirements, NodeCondition], Reason | None] = {}
         self.holders: dict[tuple[tuple[DeviceRequest, ...], NodeCondition], tuple[str, ...]] = {}
         """By requests: the claims with devices of the GPUs that could serve them."""
+        self.moves: KnownMoves = {}
         self.tainted: dict[Hashable, tuple[Feasibility, KnownReasons]] = {}
         """By DeviceTaintRules and selectors: the GPUs as seen by a claim that does not tolerate the rules."""
         self._fleet: Fleet | None = None
@@ -120,6 +123,7 @@ class KnownReasons:
         if not same_gpus or before is not fleet or len(self.temporary) >= MAX_KNOWN:
             self.temporary.clear()
             self.holders.clear()
+            self.moves.clear()
             self.tainted.clear()
         self._fleet, self._eligibility = fleet, eligibility
 
@@ -137,6 +141,8 @@ class Reasoning:
         self._selected: dict[Hashable, SelectedGpus] = {}
         self._availabilities: dict[tuple[DeviceRequest, NodeCondition], Availability] = {}
         self._excluded: dict[NodeCondition, Mapping[str, Excluded]] = {}
+        self.moves: KnownMoves = {}
+        """What moves to other nodes would do."""
         self._of_gang: dict[Gang, Reason | None] = {}
         self._monitors = monitors or (MonitorDevices(queue) if queue.monitoring else None)
 
@@ -391,4 +397,4 @@ class Reasoning:
                 if at_limit
                 else sentences.held(available, self.queue.holders)
             )
-        return sentences.fragmented(available, nodes, moves_that_help(self.queue, ClaimRequirements((request,)), nodes))
+        return sentences.fragmented(available, nodes[0])

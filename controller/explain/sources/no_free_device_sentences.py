@@ -11,7 +11,6 @@ from controller.demand.node_eligibility import Excluded, Exclusion
 from controller.demand.pending_claims import Holders
 from controller.demand.requirements import ClaimRequirements, DeviceRequest
 from controller.explain.reason import Reason, ReasonCode
-from controller.explain.sources.moves import MAX_NODES, Move
 from controller.explain.sources.selected_gpus import (
     SHOWN,
     Availability,
@@ -104,18 +103,13 @@ def profile_limit(available: Availability, gpus: Sequence[SelectedGpu]) -> Reaso
     return _of_request(available, ReasonCode.LIMIT, sentence)
 
 
-def fragmented(available: Availability, nodes: Sequence[str], moves: Sequence[Move]) -> Reason:
-    """Enough memory is free on one of ``nodes``, but not in one place."""
-    gpus = sorted(available.selected.by_node[nodes[0]], key=lambda gpu: -gpu.entry.state.free)
+def fragmented(available: Availability, node: str) -> Reason:
+    """Enough memory is free on ``node``, but not in one place."""
+    gpus = sorted(available.selected.by_node[node], key=lambda gpu: -gpu.entry.state.free)
     free = sum(gpu.entry.state.free for gpu in gpus)
     largest = f"{gpus[0].entry.state.free:g} on one GPU (gpu-{gpus[0].entry.number})"
-    sentence = f"{free:g} memory slices are free on node {nodes[0]}, at most {largest}, but no placement"
-    if not moves:
-        where = "within a node" if len(nodes) <= MAX_NODES else f"within one of the {MAX_NODES} nodes with the most"
-        way_out = f"; no move of one or two claims {where} was found that would help"
-    else:
-        way_out = f"; moving {', '.join(map(str, moves))} of node {moves[0].source.node} would make room"
-    return _of_request(available, ReasonCode.FRAGMENTED, sentence + way_out)
+    sentence = f"{free:g} memory slices are free on node {node}, at most {largest}, but no placement"
+    return _of_request(available, ReasonCode.FRAGMENTED, sentence)
 
 
 def _of_request(available: Availability, code: ReasonCode, text: str) -> Reason:

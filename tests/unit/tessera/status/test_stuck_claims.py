@@ -71,6 +71,9 @@ def test_free_memory_that_serves_nobody_is_counted_and_no_finding() -> None:
     snapshot = replace(SOUND, capacity=capacity_of(Fleet.of(gpus), (), {FULL}))
     assert found(snapshot) == {}
     assert result(snapshot, "room").summary == "14 memory slices stranded, 1 whole GPU lost to scatter"
+    moved = [replace(claim_pending(name, "Fragmented"), moves=f"moving {name}") for name in ("a", "b", "c", "d")]
+    named = ", ".join(f"for claim team/{name} moving {name}" for name in "abc")
+    assert result(waiting(*moved), "room").summary.endswith(f"lost to scatter, {named}")
     assert result(SOUND, "room").summary == "0 memory slices stranded, 0 whole GPUs lost to scatter"
 
 

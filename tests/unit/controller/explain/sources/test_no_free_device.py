@@ -191,7 +191,7 @@ def test_fragmentation_says_how_much_is_free_and_where() -> None:
         there.wants(request(selector=profile("3g.40gb"))),
         ReasonCode.FRAGMENTED,
         "8 memory slices are free on node a, at most 4 on one GPU (gpu-0)",
-        "no move of one or two claims within a node was found that would help",
+        "no moves of claims within a node were found that would help",
     )
 
 
@@ -199,14 +199,14 @@ def test_fragmentation_names_the_claim_whose_move_makes_room() -> None:
     there = Situation([fleet_gpu("a", 0, H100, "mig-1g10gb-1"), fleet_gpu("a", 1, H100, "mig-4g40gb-0")])
     there.holding("small", "a", "gpu-0-mig-1g10gb-1").holding("large", "a", "gpu-1-mig-4g40gb-0")
     there.wants(request(selector=FULL))
-    told(there, ReasonCode.FRAGMENTED, "moving default/small (1g.10gb) from gpu-0 to gpu-1 of node a would make room")
+    told(there, ReasonCode.FRAGMENTED, "on node a moving default/small (1g.10gb) from gpu-0 to gpu-1 would make room")
 
 
 def test_fragmentation_names_the_claim_whose_move_within_its_gpu_makes_room() -> None:
     there = Situation([fleet_gpu("a", 0, H100, "mig-1g10gb-0", "mig-1g10gb-4")])
     there.holding("first", "a", "gpu-0-mig-1g10gb-0").holding("second", "a", "gpu-0-mig-1g10gb-4")
     there.wants(request(selector=profile("3g.40gb")))
-    told(there, ReasonCode.FRAGMENTED, "(1g.10gb) to another place of gpu-0 of node a would make room")
+    told(there, ReasonCode.FRAGMENTED, "(1g.10gb) to another place of gpu-0 would make room")
 
 
 @pytest.mark.parametrize(
