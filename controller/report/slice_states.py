@@ -96,27 +96,25 @@ def scattered_gpus(fleet: Fleet) -> Counter[str]:
     """By product, the GPUs that would become whole if the partitions of claims were packed on the fewest GPUs.
 
     Only GPUs count that nothing but such partitions keeps from being allocated whole. The largest partitions are placed
-    first, each on the first GPU with room: with a better packing there might be more. Nodes, selectors and pods do not
-    matter.
+    first, each on the first GPU with room: with a better packing there might be more. Nodes and pods do not matter.
     """
     partly_held: dict[str, list[FleetGpu]] = {}
     for entry in fleet:
         is_movable = bool(entry.held) and all(device.kind is DeviceKind.PARTITION for device in entry.held)
         if is_movable and entry.unheld.state.whole:
             partly_held.setdefault(entry.gpu.product_name, []).append(entry)
-    return Counter({product: len(entries) - _fewest(entries) for product, entries in partly_held.items()})
+    return Counter({product: _emptied(entries) for product, entries in partly_held.items()})
 
 
-def _fewest(entries: Sequence[FleetGpu]) -> int:
-    """The number of GPUs on which the partitions held on ``entries`` are packed."""
-    states, full = [entry.unheld.state for entry in entries], entries[0].unheld.state
+def _emptied(entries: Sequence[FleetGpu]) -> int:
+    """The number of ``entries`` that are empty once their partitions are packed."""
+    states, first = [entry.unheld.state for entry in entries], entries[0].unheld.state
     counts = Counter(device.spot.kind for entry in entries for device in entry.held)
-    in_order = sorted(counts, key=lambda kind: (-slices_of(full, kind), len(list(full.spots(kind))), str(kind)))
-    for kind in in_order:
+    for kind in sorted(counts, key=lambda kind: (-slices_of(first, kind), len(list(first.spots(kind))), str(kind))):
         for place in range(len(states)):
             while counts[kind] and (packed := _with_another(states[place], kind)) is not None:
                 states[place], counts[kind] = packed, counts[kind] - 1
-    return len(entries) if counts.total() else sum(state.mask != 0 for state in states)
+    return 0 if counts.total() else sum(not state.mask for state in states)
 
 
 @lru_cache(maxsize=1 << 14)

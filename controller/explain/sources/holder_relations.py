@@ -28,9 +28,6 @@ POD_INTERVAL_SECONDS = 60.0
 """Time after which the pod of a claim is looked up again; a claim rarely changes hands."""
 
 
-MOVES_HELP = {ReasonCode.HELD, ReasonCode.FRAGMENTED}
-
-
 class HoldingPod(NamedTuple):
     """A claim that holds devices, by key, and the first of its pods."""
 
@@ -58,7 +55,7 @@ class HoldingPods:
             more = [f"{names} of pool {reserved[0].pool} is reserved for it and free once the evicted pods have ended"]
         else:
             more = list(relations(pending.pods[0], self._holders(pending, at, lookups)))
-            if reason.code in MOVES_HELP and not reason.moves:
+            if reason.code in {ReasonCode.HELD, ReasonCode.FRAGMENTED} and not reason.moves:
                 may_go = partial(self._may_go, at.queue.eligibility, lookups)
                 reason = with_moves(reason, at.queue, reasoning.moves, may_go)
         return reason._replace(sentence="; ".join((reason.sentence, *more)))

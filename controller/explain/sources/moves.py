@@ -80,7 +80,7 @@ class Move(NamedTuple):
 
 
 KnownMoves = dict[tuple[tuple[ClaimRequirements, ...], tuple[Nodes, bytes]], str]
-"""What moves within a node would do, by the requirements of a pod's claims and what decides on which nodes it runs."""
+"""What moves would do, by the requirements of a pod's claims and what decides on which nodes it may run."""
 
 
 def with_moves(reason: ClaimReason, queue: Queue, remembered: KnownMoves, may_go: MayGo | None = None) -> ClaimReason:
@@ -106,17 +106,15 @@ def moves_that_help(queue: Queue, pending: PendingClaim, may_go: MayGo | None = 
     """
     alternatives, nodes = list(queue.combinations(pending.pods[0])), queue.nodes_for(pending.pods[0])
     feasibility, fleet = queue.feasibility, queue.feasibility.fleet
-    requests = [needed.requests for needed in alternatives]
-    selectors = {request.selector for request in chain.from_iterable(requests)}
+    selectors = {request.selector for needed in alternatives for request in needed.requests}
     kinds = {selected.kind for selector in selectors for selected in feasibility.kinds(selector, nodes)}
-    counts = [sum(request.count or 0 for request in of_alternative) for of_alternative in requests]
-    whole = max(counts, default=0) if kinds == {FULL} else 0
+    whole = max(sum(needed.counts) for needed in alternatives) if kinds == {FULL} else 0
     if may_go is not None and not whole:
         return ()
     able = {node for needed in alternatives for node in feasibility.unheld.nodes_that_may_fit(needed, nodes)}
-    chosen = list(islice((node for node in reversed(feasibility.nodes) if node in able), MAX_NODES))
     partly_held = (gpu for node in feasibility.nodes for gpu in fleet.nodes[node] if gpu.held and gpu.state.free)
     elsewhere = list(islice(partly_held, MAX_ELSEWHERE)) if may_go is not None else []
+    chosen = [node for node in reversed(feasibility.nodes) if node in able][:MAX_NODES]
     arrangements = [_Arrangements(queue, node, whole, elsewhere, may_go) for node in chosen]
     for count in range(1, 1 + (MAX_MOVED_FOR_WHOLE if whole else MAX_MOVED)):
         for arrangement in arrangements:
@@ -173,14 +171,12 @@ class _Arrangements:
                 after[uuid] = after[uuid].holding(at for at in after[uuid].held if at.name != item.device.name)
             for targets, arranged in self._arranged(chosen, after):
                 if self._are_satisfied(chosen, targets):
-                    moves = [
-                        Move(item.claim, item.device, item.gpu, *target)
-                        for item, target in zip(chosen, targets, strict=True)
-                    ]
-                    yield tuple(moves), tuple(arranged[uuid] for uuid in self._own)
+                    places = zip(chosen, targets, strict=True)
+                    moves = tuple(Move(item.claim, item.device, item.gpu, *target) for item, target in places)
+                    yield moves, tuple(arranged[uuid] for uuid in self._own)
 
     def _chosen(self, count: int) -> Iterator[tuple[HeldDevice, ...]]:
-        """``count`` devices of one GPU, or all those of as few GPUs as become whole."""
+        """``count`` devices of one GPU, or all those of as many GPUs as have to become whole."""
         partitions = (item for of_claim in self._of_claims.values() for item in of_claim)
         in_order = sorted(partitions, key=lambda item: item.device.name)
         of_gpus = [
@@ -188,14 +184,11 @@ class _Arrangements:
             for gpu in self._own.values()
         ]
         if not self._whole:
-            yield from chain.from_iterable(combinations(items, count) for items in of_gpus)
-            return
+            return chain.from_iterable(combinations(items, count) for items in of_gpus)
         movable = [items for items in of_gpus if items and len(items) == len(items[0].gpu.held)]
         missing = self._whole - sum(gpu.state.whole for gpu in self._own.values())
-        for number in range(max(1, missing), min(self._whole, count) + 1):
-            for emptied in combinations(movable, number):
-                if sum(map(len, emptied)) == count:
-                    yield tuple(chain.from_iterable(emptied))
+        emptied = map(chain.from_iterable, combinations(movable, max(1, missing)))
+        return (items for items in map(tuple, emptied) if len(items) == count)
 
     def _arranged(
         self, items: Sequence[HeldDevice], gpus: Mapping[str, FleetGpu]
@@ -206,13 +199,11 @@ class _Arrangements:
             return
         (first, *others), tried = items, set[str]()
         for uuid, gpu in gpus.items():
-            is_home = uuid == first.gpu.gpu.uuid
+            is_home, is_alike = uuid == first.gpu.gpu.uuid, gpu.gpu.product_name == first.gpu.gpu.product_name
+            if not is_alike or (self._whole and not gpu.held) or (gpu.node in tried and not is_home):
+                continue
             if self._tries_left == 0:
                 return
-            if gpu.gpu.product_name != first.gpu.gpu.product_name or (self._whole and not gpu.held):
-                continue
-            if gpu.node in tried and not is_home:
-                continue
             self._tries_left -= 1
             free = (at for at in gpu.state.spots(first.device.spot.kind) if at != first.device.spot or not is_home)
             places = [at for at in free if first.may_be_on(gpu, at, self._rules, self._matching.driver)]
