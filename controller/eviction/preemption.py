@@ -29,7 +29,7 @@ GANG_LABEL = "leaderworkerset.sigs.k8s.io/group-key"
 """Of the pods of one group of a LeaderWorkerSet, which restarts them together."""
 
 MAX_GRACE_SECONDS = 3600
-"""Longest grace period of a victim. Tenants choose it, and nobody else is evicted until all victims have ended."""
+"""Longest grace period of a victim. Tenants choose it, and the GPU stays reserved until all victims have ended."""
 
 HAS_ENDED = {"Succeeded", "Failed"}
 PODS = "pods"

@@ -5,8 +5,9 @@ and claims, so pauses grow with the time that a turn takes.
 
 The GPUs of the victims are reserved for the waiting pod before the first eviction, in the fence's ConfigMap: for its
 claims, and for the pod itself if the scheduler makes its claim only when it has chosen devices (extended resources). As
-long as there is a reservation nobody else is evicted: a new leader finds it there, too. It ends once those do not wait
-any more, or ``RESERVATION_SECONDS`` after the longest grace period of the victims.
+long as there is a reservation nobody else is evicted for that pod, and no other pod gets devices of these GPUs: a new
+leader finds it there, too. It ends once those do not wait any more, or ``RESERVATION_SECONDS`` after the longest grace
+period of the victims.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple, Protocol
 
-from controller.cluster.claim_index import PoolDevice
+from controller.cluster.claim_index import PoolDevice, gpu_of
+from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.feasibility import Feasibility
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.eviction.evictor import Evictor, Outcome, Trigger, pod_reference
@@ -41,6 +43,9 @@ INTERVAL_SECONDS, REST_FACTOR = 10.0, 5.0
 
 RESERVED_INTERVAL_SECONDS = 0.25
 """Between two turns while there is a reservation."""
+
+MAX_RESERVATIONS = 20
+"""Waiting pods for which GPUs are reserved at once."""
 
 RESERVATION_SECONDS = 300.0
 """Longest time that victims may take to end after their grace periods, and the scheduler to bind the waiting pod."""
@@ -72,8 +77,8 @@ class ReservingFence(Protocol):
     def wake_parked_pods(self) -> None:
         """Let the scheduler try again the pods that it found no devices for."""
 
-    def lift_overdue_reservations(self) -> bool:
-        """Lift those whose time has passed. Returns whether there were any."""
+    def lift_overdue_reservations(self) -> Set[frozenset[str]]:
+        """Lift those whose time has passed. Returns their UIDs."""
 
 
 class ChosenVictims(NamedTuple):
@@ -112,8 +117,11 @@ class Preemptions:
         self._evictor, self._recorder, self._reservations = evictor, recorder, reservations
         self._counted: dict[str, frozenset[str]] = {}
         """By UID of a waiting pod, the victims that were counted last."""
-        self._evicted: ChosenVictims | None = None
-        """Those that were evicted last."""
+        self._evicted: dict[frozenset[str], ChosenVictims] = {}
+        """By the UIDs for which GPUs are reserved, the pods that were evicted."""
+        self._look_at = 0.0
+        self._reserved: Collection[PoolDevice] = ()
+        """The reservations of the last turn."""
         self._wake_at, self._wake_interval = 0.0, RESERVED_INTERVAL_SECONDS
         self.loop = Loop("evicting pods for others", self.turn, 0.0)
 
@@ -126,23 +134,35 @@ class Preemptions:
         present = decided.feasibility
         queue = decided.with_feasibility(Feasibility(present.fleet, present.matching, is_hypothetical=True))
         self._end_reservations(queue)
-        if reserved := self._reservations.reservations():
-            if began >= self._wake_at:
-                self._wake(frozenset[str]().union(*reserved.values()), queue)
-            return max(RESERVED_INTERVAL_SECONDS, REST_FACTOR * (time.monotonic() - began))
-        self._wake_at, self._wake_interval = 0.0, RESERVED_INTERVAL_SECONDS
-        policies = self._read_policies()
-        if policies and self._look(policies, queue):
-            return RESERVED_INTERVAL_SECONDS
-        return max(INTERVAL_SECONDS, REST_FACTOR * (time.monotonic() - began))
+        reserved = self._reservations.reservations()
+        if reserved.keys() != self._reserved:
+            self._reserved, self._wake_at, self._wake_interval = reserved.keys(), 0.0, RESERVED_INTERVAL_SECONDS
+        if reserved and began >= self._wake_at:
+            self._wake(frozenset[str]().union(*reserved.values()), queue)
+        rest = max(RESERVED_INTERVAL_SECONDS, REST_FACTOR * (time.monotonic() - began))
+        is_due = not reserved or began >= self._look_at
+        if is_due and len(set(reserved.values())) < MAX_RESERVATIONS:
+            policies = self._read_policies()
+            if policies and self._look(policies, queue.with_feasibility(self._without(queue, reserved)), reserved):
+                return RESERVED_INTERVAL_SECONDS
+            self._look_at = time.monotonic() + max(INTERVAL_SECONDS, REST_FACTOR * (time.monotonic() - began))
+        return rest if reserved else max(0.0, self._look_at - time.monotonic())
+
+    def _without(self, queue: Queue, reserved: Iterable[PoolDevice]) -> Feasibility:
+        """The fleet without the GPUs that are reserved: nobody else gets anything of them."""
+        gpus, present = set(map(gpu_of, reserved)), queue.feasibility
+        fleet = Fleet.of(gpu for gpu in present.fleet if self._device_of(gpu) not in gpus) if gpus else present.fleet
+        return Feasibility(fleet, present.matching, is_hypothetical=True)
 
     def _end_reservations(self, queue: Queue) -> None:
         """Lift the reservations of which nothing waits any more, and those that have lasted too long."""
         waiting = frozenset[str]().union(*map(_uids_of, queue.pending))
-        ended = [entry for entry, uids in self._reservations.reservations().items() if not uids & waiting]
-        self._reservations.lift(ended)
-        if self._reservations.lift_overdue_reservations() and self._evicted is not None:
-            self._tell_hanging(self._evicted)
+        reservations = self._reservations.reservations()
+        self._reservations.lift([entry for entry, uids in reservations.items() if not uids & waiting])
+        for uids in self._reservations.lift_overdue_reservations() & self._evicted.keys():
+            self._tell_hanging(self._evicted[uids])
+        remaining = set(self._reservations.reservations().values())
+        self._evicted = {uids: chosen for uids, chosen in self._evicted.items() if uids in remaining}
 
     def _wake(self, uids: frozenset[str], queue: Queue) -> None:
         """If devices are free for these pods, or pods with these claims: the scheduler may have tried them while it
@@ -173,11 +193,17 @@ class Preemptions:
                 self._recorder.event(about, INVALID, str(error), "Warning", lasting=True)
         return policies if is_valid else []
 
-    def _look(self, policies: Sequence[GpuPolicy], queue: Queue) -> bool:
-        """Look for victims of the pods that wait; evict those of one. Returns whether there were evictions."""
+    def _look(self, policies: Sequence[GpuPolicy], queue: Queue, reserved: Mapping[PoolDevice, frozenset[str]]) -> bool:
+        """Look for victims of the pods that wait, but of those for which GPUs are reserved; evict those of one.
+
+        Returns whether there were evictions.
+        """
+        served = frozenset[str]().union(*reserved.values())
         enabled = [policy.spec.preemption for policy in policies if policy.spec.preemption.enabled]
         namespaces = {name for rules in enabled for name in rules.by_namespaces}
-        waiting = [pod for pod in queue.pods if pod.metadata.namespace in namespaces and pod.lacks_devices]
+        served |= {pod.metadata.uid for item in queue.pending if served & _uids_of(item) for pod in item.pods}
+        candidates = (pod for pod in queue.pods if pod.metadata.namespace in namespaces and pod.lacks_devices)
+        waiting = [pod for pod in candidates if pod.metadata.uid not in served]
         self._counted = {uid: self._counted[uid] for pod in waiting if (uid := pod.metadata.uid) in self._counted}
         if not waiting:
             return False
@@ -239,8 +265,8 @@ class Preemptions:
         if obstacle is not None:
             self._tell_policies(chosen, BLOCKED, obstacle)
             return False
-        uids = {pending.uid for pending in queue.of_pod(chosen.pod)}
-        uids = uids if len(uids) <= MAX_RESERVED_CLAIMS else {chosen.pod.metadata.uid}
+        uids = frozenset(pending.uid for pending in queue.of_pod(chosen.pod))
+        uids = uids if len(uids) <= MAX_RESERVED_CLAIMS else frozenset({chosen.pod.metadata.uid})
         grace = max(victim.spec.termination_grace_period_seconds for victim, _ in chosen.victims)
         if not self._reservations.reserve(self._gpus_of(chosen, queue), uids, grace + RESERVATION_SECONDS):
             self._tell_policies(chosen, BLOCKED, "the fence, which reserves their devices, is not in force or full")
@@ -262,9 +288,10 @@ class Preemptions:
         except ApiError as error:
             log.warning("evictions end early", extra={"pod": str(chosen.pod.metadata.key), "error": str(error)})
             self._tell_policies(chosen, BLOCKED, f"an eviction failed: {error}")
-            self._reservations.lift(self._reservations.reservations())
+            reservations = self._reservations.reservations()
+            self._reservations.lift([entry for entry, of in reservations.items() if of == uids])
             return False
-        self._evicted = chosen
+        self._evicted[uids] = chosen
         return True
 
     def _obstacle(self, chosen: ChosenVictims) -> str | None:
@@ -299,7 +326,11 @@ class Preemptions:
         takes_unheld = len(counts) != 1 or counts[0] != 1
         entries = queue.feasibility.fleet.nodes[node]
         devices = [gpu for gpu in entries if gpu.gpu.uuid in freed or (takes_unheld and not gpu.held)]
-        return [PoolDevice(Pool(node, self._driver_name).name, f"gpu-{gpu.number}") for gpu in devices]
+        return [self._device_of(gpu) for gpu in devices]
+
+    def _device_of(self, gpu: FleetGpu) -> PoolDevice:
+        """The GPU as reservations name it."""
+        return PoolDevice(Pool(gpu.node, self._driver_name).name, f"gpu-{gpu.number}")
 
     def _tell_policies(self, chosen: ChosenVictims, reason: str, obstacle: str = "") -> None:
         text = _described(chosen) + (f", but {obstacle}" if obstacle else "")

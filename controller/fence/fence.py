@@ -149,7 +149,8 @@ class Fence:
         """Let only claims with these UIDs, or of pods with these UIDs, be allocated anything of whole GPUs (``gpu-N``
         of a pool) for so long. Takes ``settle_s``.
 
-        False: the fence is not in force or full, or another leader has reserved GPUs; then nothing is reserved.
+        False: the fence is not in force or full, or another leader has reserved some of these GPUs, or others for one
+        of ``uids``; then nothing is reserved.
         Raises ApiError: as for ``take_back``.
         """
         deadline = int(self._clock.now().timestamp() + seconds)
@@ -159,8 +160,10 @@ class Fence:
             return False
         try:
             # Of two leaders at once, the second one to write sees both. A policy of an earlier version admits no pods.
-            is_alone = self._close(entries) and self.reservations().keys() == entries
-            if is_alone and not self._canary.refusal(_device_of(min(entries)), min(uids)):
+            is_closed, gpus = self._close(entries), set(map(gpu_of, entries))
+            others = [(gpu_of(entry), of) for entry, of in self.reservations().items() if entry not in entries]
+            is_alone = not any(gpu in gpus or not of.isdisjoint(uids) for gpu, of in others)
+            if is_closed and is_alone and not self._canary.refusal(_device_of(min(entries)), min(uids)):
                 return True
             self.lift(entries)
         except ApiError:
@@ -177,12 +180,12 @@ class Fence:
         if not self._ended.is_set():
             self._canary.wake_parked_pods()
 
-    def lift_overdue_reservations(self) -> bool:
-        """Lift those whose time has passed. Returns whether there were any. Raises ApiError."""
+    def lift_overdue_reservations(self) -> set[frozenset[str]]:
+        """Lift those whose time has passed. Returns their UIDs. Raises ApiError."""
         now = self._clock.now().timestamp()
-        overdue = [entry for entry in self.reservations() if _deadline_of(entry) <= now]
+        overdue = {entry: uids for entry, uids in self.reservations().items() if _deadline_of(entry) <= now}
         self.lift(overdue)
-        return bool(overdue)
+        return set(overdue.values())
 
     def lift(self, devices: Collection[PoolDevice]) -> None:
         """Allow allocation of ``devices`` again; to be called before they are offered. Raises ApiError."""

@@ -62,9 +62,10 @@ class KeptReservations:
     def wake_parked_pods(self) -> None:
         self.woken += 1
 
-    def lift_overdue_reservations(self) -> bool:
+    def lift_overdue_reservations(self) -> set[frozenset[str]]:
+        overdue = self.kept if self.is_overdue else {}
         self.kept = {} if self.is_overdue else self.kept
-        return self.is_overdue
+        return set(overdue.values())
 
 
 @dataclass
@@ -322,7 +323,20 @@ def test_it_is_recorded_who_was_evicted_for_whom_and_what_it_cost(site: Site) ->
     assert [hours for *_, hours in site.recorded()] == [pytest.approx(3, abs=0.1)] * 2
 
 
-def test_nobody_else_is_evicted_while_there_is_a_reservation(site: Site) -> None:
+def test_two_waiting_pods_get_gpus_of_different_victims_at_once(site: Site) -> None:
+    site.contest = Contest(node_of("a", "full", gpus=2))
+    for number in range(2):
+        site.contest.runs(f"notebook-{number}", "a", f"gpu-{number}")
+    site.contest.search(selector=FULL, status=REFUSED)
+    site.contest.there.wants(request(selector=FULL), name="other", priority=10, status=REFUSED)
+    for _ in range(3):
+        site.turn(policy("notebooks", **ACTIVE))
+    assert sorted(site.api.evicted) == ["notebook-0", "notebook-1"]
+    assert {gpu.device for gpu in site.reserved.kept} == {"gpu-0", "gpu-1"}
+    assert {*site.reserved.kept.values()} == {frozenset({"claim"}), frozenset({"other"})}
+
+
+def test_nobody_else_is_evicted_for_a_pod_while_there_is_a_reservation_for_it(site: Site) -> None:
     site.turn(policy("notebooks", **ACTIVE))
     site.api.evicted.clear()
     site.turn(policy("notebooks", **ACTIVE))

@@ -173,15 +173,21 @@ def test_an_old_leader_keeps_a_reservation_for_all_of_its_time(
     assert len(fence.reservations()) == 1
 
 
-def test_of_two_leaders_at_once_one_reserves_and_the_other_leaves_that_alone(
-    api: FencedApi, claims: ClaimsCache
+@pytest.mark.parametrize(
+    ("gpu", "claim", "is_reserved"),
+    [(B, "one", False), (A, "two", False), (B, "two", True)],
+    ids=["another GPU for the same claim", "the same GPU", "another GPU for another claim"],
+)
+def test_of_two_leaders_at_once_the_second_to_reserve_leaves_that_of_the_first_alone(
+    gpu: PoolDevice, claim: str, is_reserved: bool, api: FencedApi, claims: ClaimsCache
 ) -> None:
     one, two = fence_of(api, claims), fence_of(api, claims)
     one.start([])
     two.start([])
     assert one.reserve([A], ["one"], FIVE_MINUTES)
-    assert not two.reserve([B], ["two"], FIVE_MINUTES)
-    assert [(entry.pool, entry.device.split("=")[:2]) for entry in api.fenced()] == [(POOL, ["gpu-0", "one"])]
+    assert two.reserve([gpu], [claim], FIVE_MINUTES) == is_reserved
+    expected = {("gpu-0", "one")} | ({(gpu.device, claim)} if is_reserved else set())
+    assert {tuple(entry.device.split("=")[:2]) for entry in api.fenced()} == expected
 
 
 def test_leaders_that_reserve_in_the_same_moment_do_not_both_evict(api: FencedApi, claims: ClaimsCache) -> None:
