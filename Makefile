@@ -25,7 +25,7 @@ ON_CLUSTERS = $(RUN)/pytest -n 3 --dist loadscope --no-loadscope-reorder
 WITHOUT_CLUSTER = TESSERA_EXAMPLES=fast PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(RUN)/pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-54 demo-curation demo-usage demo-helm image release test test-all test-fast test-core test-unit test-cluster test-smoke test-versions lint format size bench trace-prepare trace-decision bench-placement bench-refresh bench-fleet bench-trace bench-scale bench-versions integration fuzz soak \
+.PHONY: help demo demo-54 demo-curation demo-usage demo-preempt demo-helm image release test test-all test-fast test-core test-unit test-cluster test-smoke test-versions lint format size bench trace-prepare trace-decision bench-placement bench-refresh bench-fleet bench-trace bench-scale bench-versions bench-preempt integration fuzz soak \
 	conformance conformance-allocator conformance-reasons conformance-upstream manifests cluster-up cluster-down binaries env lock protocol clean
 
 help: ## show this list
@@ -44,6 +44,9 @@ demo-54: env ## place 54 workloads on 10 GPUs and draw the result (NOTEBOOKS=mem
 
 demo-curation: binaries ## place the same 40 claims with and without the controller and draw both results (NAME=, KUBE=)
 	@$(RUN)/python -m tests.demo.curation $(CLUSTER_NAME)
+
+demo-preempt: env ## evict a notebook for a pod of higher priority, as a GpuPolicy allows it (KEEP=, NAME=, KUBE= as above)
+	@$(RUN)/python -m tests.demo.preempt $(CLUSTER_NAME) $(if $(KEEP),--keep)
 
 demo-helm: env ## run the chart and the image in pods on a real two-node cluster (KEEP=, NAME=, KUBE= as above)
 	@$(RUN)/python -m tests.demo.helm $(CLUSTER_NAME) $(if $(KEEP),--keep)
@@ -134,6 +137,11 @@ bench-scale: binaries ## compare the scheduler's cost with NVIDIA's device layou
 bench-versions: env ## measure how soon pods are bound on Kubernetes 1.34 to 1.37 (30 minutes with binaries in the cache, root)
 	@$(RUN)/python -m tests.bench.versions
 
+CASES ?= 150
+PARTS ?=
+bench-preempt: binaries ## measure how devices are taken back for pods of higher priority (CASES=; PARTS="optimum binding mix decision"; 30 minutes, root)
+	@$(RUN)/python -m tests.bench.preempt --cases $(CASES) $(addprefix --part ,$(PARTS))
+
 integration: env binaries ## test with the real Kueue, Volcano, cluster-autoscaler and Prometheus, built on the first run (CONTRIBUTING.md; root)
 	@$(RUN)/python -m tests.integration
 
@@ -205,5 +213,5 @@ protocol: env ## generate the kubelet's gRPC messages from the .proto files
 		--pyi_out=$(PROTOCOL)/generated $(wildcard $(PROTOCOL)/*.proto)
 
 clean: ## remove generated files from the checkout
-	rm -rf $(VENV) $(AUDIT) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist demo-usage.svg bench-results.json placement-results.json refresh-results.json fleet-results.json scale-results.json versions-results.json
+	rm -rf $(VENV) $(AUDIT) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist demo-usage.svg bench-results.json placement-results.json refresh-results.json fleet-results.json scale-results.json versions-results.json preempt-results.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

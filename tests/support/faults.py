@@ -46,6 +46,8 @@ class Circumstances:
 
     ``offers``: how many of each kind stand; ``hasty``: what is not wanted is fenced at once, without the seconds in
     which its taint keeps decisions away. ``publish_held``: nodes without offers publish their held devices.
+    ``interval_s``: between two looks for pods for which others may be evicted; ``reservation_s``: the longest time that
+    devices are reserved for one.
     """
 
     lease_s: int = 3
@@ -55,6 +57,8 @@ class Circumstances:
     hasty: bool = False
     publish_held: bool = False
     offer_mode: str = "auto"
+    interval_s: float = 10.0
+    reservation_s: float = 300.0
 
 
 class FaultyController(ControllerProcess):
@@ -87,6 +91,7 @@ class FaultyController(ControllerProcess):
         settings["publish_held_gpus"] = 0
         settings["linger_s"] = 0.0 if near.hasty else LINGER_S
         more = {"lease_s": near.lease_s, "clock_off_s": near.clock_off_s, "hasty": near.hasty}
+        more |= {"interval_s": near.interval_s, "reservation_s": near.reservation_s}
         (self.folder / "settings.json").write_text(json.dumps({**settings, **more}))
         program = [sys.executable, "-P", faulty_controller.__file__]
         self._table.spawn(self._name, [*program, str(self.folder)], self.log)

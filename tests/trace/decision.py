@@ -7,7 +7,7 @@ claim and its pod are the first of their class.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,11 +37,17 @@ CASES: Mapping[str, tuple[str, int]] = {
 """The DeviceClass and the number of devices of a claim."""
 
 
+def without_offers(index: int) -> str:
+    """What the node of that number is: held whole, cut, or free."""
+    kind = kind_of(index)
+    return "free" if kind == "offering" else kind
+
+
 class SettledCluster(Recorded):
     """The controller with a recorded cluster in which nothing happens unless ``add`` and ``remove`` are called."""
 
-    def __init__(self, directory: Path, nodes: int) -> None:
-        record(nodes, directory, lambda index: "free" if kind_of(index) == "offering" else kind_of(index))
+    def __init__(self, directory: Path, nodes: int, kind: Callable[[int], str] = without_offers) -> None:
+        record(nodes, directory, kind)
         super().__init__(directory)
         pages = sorted((directory / PATH.rpartition("/")[2]).iterdir())
         plans = [plan for page in pages for plan in msgspec.json.decode(page.read_bytes())["items"]]
@@ -55,13 +61,14 @@ class SettledCluster(Recorded):
     def decide(self) -> None:
         self._controller.decide()
 
-    def add(self, name: str, device_class: str, count: int) -> None:
-        """Add a pending claim and its pod."""
+    def add(self, name: str, device_class: str, count: int, priority: int = 0, **status: Any) -> None:
+        """Add a pending claim and its pod, with ``status``."""
         claim = claim_object(name, None, (), device_class.removeprefix("gpu-inference-"))
         claim["spec"]["devices"]["requests"][0]["exactly"] |= {"deviceClassName": device_class, "count": count}
         reference = {"name": "gpu", "resourceClaimName": name}
-        spec = {"containers": [{"name": "main"}], "resourceClaims": [reference]}
-        pod = {"metadata": {"name": name, "namespace": "default"}, "spec": spec, "status": {"phase": "Pending"}}
+        spec = {"containers": [{"name": "main"}], "resourceClaims": [reference], "priority": priority}
+        status = {"phase": "Pending", **status}
+        pod = {"metadata": {"name": name, "namespace": "default"}, "spec": spec, "status": status}
         self._cache._claims.observe(self._renewed(claim))
         self._cache._pods.observe(self._renewed(pod))
 

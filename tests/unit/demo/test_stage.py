@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 
 from tests.demo import __main__ as demo
-from tests.demo import curation, fifty_four, helm, usage
+from tests.demo import curation, fifty_four, helm, preempt, usage
 from tests.demo.screen import Screen
 from tests.harness import claim, cluster, preflight, settings
 from tests.harness.processes import record_of
@@ -29,6 +29,7 @@ DEMOS = {
     "demo-54": fifty_four.main,
     "demo-curation": curation.main,
     "demo-helm": helm.main,
+    "demo-preempt": preempt.main,
     "demo-usage": usage.main,
 }
 

@@ -85,6 +85,8 @@ def test_node_plugins_of_two_clusters_share_no_folder_when_started_as_printed(st
         ("demo-54 NOTEBOOKS=memory", "tests.demo.fifty_four --notebooks memory"),
         ("demo-curation NAME=mine", "tests.demo.curation --name mine"),
         ("demo-helm NAME=mine", "tests.demo.helm --name mine"),
+        ("demo-preempt NAME=mine KEEP=1", "tests.demo.preempt --name mine --keep"),
+        ("bench-preempt CASES=8 PARTS=mix", "tests.bench.preempt --cases 8 --part mix"),
         ("demo-usage NAME=mine SVG=a.svg", "tests.demo.usage --name mine --svg a.svg"),
         ("cluster-up", "tests.harness up"),
         ("cluster-up NAME=mine NODES=3", "tests.harness up --name mine --nodes 3"),
