@@ -36,16 +36,17 @@ LATE_S = 10.0
 """How much later than its deadline a reservation may end: the next leader has to take over first."""
 
 EVICTED = Point("evict", "after")
-POINTS = {
-    "before the reservation": [Point("fence", "before")],
-    "after the reservation is written": [Point("fence", "after")],
-    "after the reservation is in force": [Point("probe", "after")],
-    "after the first eviction is recorded": [Point("record", "after")],
-    "between the two evictions": [EVICTED],
-    "after the second eviction is recorded": [EVICTED, Point("record", "after")],
-    "after the last eviction": [EVICTED, EVICTED],
-    "while the pods end": [EVICTED, EVICTED, Point("lift", "before")],
+KILLS = {
+    "before the reservation": ([Point("fence", "before")], False, 0),
+    "after the reservation is written": ([Point("fence", "after")], True, 0),
+    "after the reservation is in force": ([Point("probe", "after")], True, 0),
+    "after the first eviction is recorded": ([Point("record", "after")], True, 0),
+    "between the two evictions": ([EVICTED], True, 1),
+    "after the second eviction is recorded": ([EVICTED, Point("record", "after")], True, 1),
+    "after the last eviction": ([EVICTED, EVICTED], True, 2),
+    "while the pods end": ([EVICTED, EVICTED, Point("lift", "before")], True, 2),
 }
+"""Where the controller is killed, whether devices are reserved then, and how many pods have been evicted."""
 
 
 @pytest.fixture(scope="module")
@@ -118,13 +119,14 @@ def contest(node: ContestedNode) -> Iterator[Contest]:
         yield Contest(node, stack)
 
 
-@pytest.mark.parametrize("points", POINTS.values(), ids=POINTS.keys())
+@pytest.mark.parametrize(("points", "is_reserved", "evictions"), KILLS.values(), ids=KILLS.keys())
 def test_a_controller_that_is_killed_leaves_a_preemption_that_the_next_one_ends(
-    contest: Contest, points: list[Point]
+    contest: Contest, points: list[Point], is_reserved: bool, evictions: int
 ) -> None:
     contest.first.order(signal.SIGKILL, *points)
     contender = contest.contender()
     wait_for(lambda: not contest.first.running, SOON_S, "the first is killed")
+    assert (contest.is_reserved(), contest.evictions()) == (is_reserved, evictions)
     contest.next()
     contest.ends_well(contender)
 
