@@ -76,10 +76,9 @@ class Contest:
             for device in entry.devices
             if entry.node == node and device.name in devices
         )
-        hours = (datetime.fromisoformat(NOW) - datetime.fromisoformat(since)).total_seconds() / 3600
-        self.costs[name] = EvictionCost(
-            priority=priority, pods=1, gpu_hours=hours * slices / SLICES, slices=float(slices)
-        )
+        age = datetime.fromisoformat(NOW) - datetime.fromisoformat(since)
+        gpu_hours = age.total_seconds() / 3600 * slices / SLICES
+        self.costs[name] = EvictionCost(priority=priority, pods=1, gpu_hours=gpu_hours, slices=float(slices))
         self._on_nodes.setdefault(node, []).append(name)
         self._uses[name] = cpu
 
@@ -90,10 +89,9 @@ class Contest:
         self._uses[WAITING] = cpu
         self.there.wants(request(selector=selector, count=count), **{"priority": PRIORITY, **pod})
         queue = self.there.queue
-        self.jobs: list[Job] = []
         [waiting] = [item for item in queue.pods if item.metadata.name == WAITING]
         bound = [item for item in self.there.pods if item.metadata.name in self.costs]
-        running = RunningPods(bound, self.there.claims, self.there.nodes.values())
+        running = RunningPods(bound, self.there.claims, self.there.nodes.values(), self.jobs)
         return PreemptionSearch(queue, waiting, running, GpuPolicies(policies or [policy(**EVERYBODY)]), FakeClock())
 
     def cheapest_of_all(self) -> EvictionCost | None:
