@@ -31,6 +31,9 @@ from tests.harness.progress import Progress
 from tests.support.contested_node import POLICIES, POLICY
 from tests.trace.decision import SettledCluster, without_offers
 
+NONE_OF = {"poddisruptionbudgets", "jobs"}
+"""What the cluster has no objects of."""
+
 DECISIONS = 1000
 """Of a block. A block with the loop has one turn of it, which in a controller comes every 10 s."""
 
@@ -43,7 +46,7 @@ LACKS = {"type": "PodScheduled", "status": "False", "message": "0/1000 nodes are
 
 
 class ClusterWithPolicies(SettledCluster):
-    """A recorded cluster without PodDisruptionBudgets, whose claims are used by running pods of ReplicaSets."""
+    """A recorded cluster whose claims are used by running pods of ReplicaSets."""
 
     def __init__(self, directory: Path, nodes: int, policies: Sequence[Object], kind: Callable[[int], str]) -> None:
         self._policies, self._folder, self._served = policies, directory, dict[str, bytes]()
@@ -60,7 +63,7 @@ class ClusterWithPolicies(SettledCluster):
         if path == POLICIES:
             self.policy_reads += 1
             return _listed(self._policies)
-        if path.endswith("/poddisruptionbudgets"):
+        if path.rpartition("/")[2] in NONE_OF:
             return _listed([])
         if path == PODS and query is not None and query.get("fieldSelector") == BOUND["fieldSelector"]:
             return self._listed_once(path, lambda: map(_user_of, self._recorded(CLAIMS)))
