@@ -159,11 +159,10 @@ class Fence:
         if self._ended.is_set() or self.fenced.room(MIN_FENCED_SECONDS) < len(entries):
             return False
         try:
-            # Of two leaders at once, the second one to write sees both. A policy of an earlier version admits no pods.
-            is_closed, gpus = self._close(entries), set(map(gpu_of, entries))
+            # Of two leaders at once, the second one to write sees both.
+            is_closed, gpus = self._close(entries, min(uids)), set(map(gpu_of, entries))
             others = [(gpu_of(entry), of) for entry, of in self.reservations().items() if entry not in entries]
-            is_alone = not any(gpu in gpus or not of.isdisjoint(uids) for gpu, of in others)
-            if is_closed and is_alone and not self._canary.refusal(_device_of(min(entries)), min(uids)):
+            if is_closed and not any(gpu in gpus or not of.isdisjoint(uids) for gpu, of in others):
                 return True
             self.lift(entries)
         except ApiError:
@@ -229,24 +228,26 @@ class Fence:
             held = devices.intersection(self._claims.held())
         return Withdrawable(devices - held, held, in_force=in_force)
 
-    def _close(self, entries: frozenset[PoolDevice]) -> bool:
-        """Add ``entries``; returns whether they are in force."""
+    def _close(self, entries: frozenset[PoolDevice], pod: str = "") -> bool:
+        """Add ``entries``; returns whether they are in force. ``pod``: as for ``_probe``."""
         with observed(self._observer, Step.FENCE):
             self._to_lift -= entries
             self.fenced.add(entries)
         with observed(self._observer, Step.SETTLE):
             self._clock.wait(self._ended, self._settings.settle_s)
         with observed(self._observer, Step.PROBE):
-            return self._probe(entries)
+            return self._probe(entries, pod)
 
-    def _probe(self, devices: Collection[PoolDevice]) -> bool:
+    def _probe(self, devices: Collection[PoolDevice], pod: str) -> bool:
         """Whether an allocation of one of ``devices`` is refused in time; one suffices, since all are in one object.
 
+        ``pod``: a UID, for which it must not be refused. A policy of an earlier version admits no pods.
         Devices that were lifted meanwhile are left out; if none is left, there is nothing to probe.
         """
         ends = self._clock.monotonic() + self._settings.probe_s
         while fenced := [device for device in devices if device in self.fenced.devices]:
-            if FENCE in (answer := self._canary.refusal(_device_of(min(fenced)))):
+            device = _device_of(min(fenced))
+            if FENCE in (answer := self._canary.refusal(device)) and not (pod and self._canary.refusal(device, pod)):
                 break
             if self._clock.monotonic() >= ends:
                 log.error(

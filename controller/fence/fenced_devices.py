@@ -87,7 +87,7 @@ class FencedDevices:
                 self._write(new, set(dropped))
             finally:
                 # The response may have been lost: from here on they count as fenced.
-                self.devices |= dict.fromkeys(new, self._clock.monotonic())
+                self.devices = self.devices | dict.fromkeys(new, self._clock.monotonic())
 
     def remove(self, devices: Collection[PoolDevice]) -> None:
         """Remove the entries; nothing is written if there are none."""

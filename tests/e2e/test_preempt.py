@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tests.support.plugin import PluginFlags
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 SOON_S = 60.0
+FENCE = "/api/v1/namespaces/tessera/configmaps/tessera-fence"
 BUDGETS = "/apis/policy/v1/namespaces/default/poddisruptionbudgets"
 POLICIES = "/apis/gpu.tessera.dev/v1alpha1/gpupolicies"
 CORE, APPS = "/api/v1/namespaces/default", "/apis/apps/v1/namespaces/default"
@@ -243,6 +245,31 @@ def test_in_the_mode_active_the_notebook_is_evicted_and_the_waiting_pod_gets_its
     assert last == {"pod": name, "node": "one", "for": "default/train", "trigger": "preemption", "policy": "notebooks"}
 
 
+def test_a_victim_that_does_not_end_is_reported_and_its_gpu_not_reserved_any_more(waiting: Cluster) -> None:
+    """No kubelet ends it. The deadline is written as if it had passed."""
+    api = waiting.api
+    [notebook] = pods(waiting, "notebook")
+    policy = yaml.safe_load(POLICY)
+    policy["spec"]["mode"] = "Active"
+    api.post(POLICIES, policy)
+    wait_for(lambda: deletion_of(waiting, notebook), SOON_S, "the notebook is evicted")
+    entry = fenced(waiting)
+    reservation, deadline = entry.rsplit("=", 1)
+    grace = notebook["spec"]["terminationGracePeriodSeconds"]
+    assert 240 + grace < int(deadline) - time.time() <= 301 + grace
+    [pool] = api.get(FENCE)["data"]
+    api.patch(FENCE, {"data": {pool: f"{reservation}={int(time.time())}"}})
+    wait_for(lambda: "=" not in fenced(waiting), SOON_S, "the reservation ends")
+    name = notebook["metadata"]["name"]
+
+    def says(events: list[dict[str, Any]]) -> list[str]:
+        messages = [event["message"] for event in events if event["reason"] == "PreemptionBlocked"]
+        return [message for message in messages if "have not ended" in message and name in message]
+
+    wait_for(lambda: says(events_of(waiting, "notebooks")), SOON_S, "the policy is told which victim hangs")
+    wait_for(lambda: says(events_about(waiting, "train")), SOON_S, "the waiting pod is told")
+
+
 def deletion_of(cluster: Cluster, pod: dict[str, Any]) -> str | None:
     present = [item for item in pods(cluster, "notebook") if item["metadata"]["uid"] == pod["metadata"]["uid"]]
     return present[0]["metadata"].get("deletionTimestamp") if present else "gone"
@@ -250,7 +277,7 @@ def deletion_of(cluster: Cluster, pod: dict[str, Any]) -> str | None:
 
 def fenced(cluster: Cluster) -> str:
     """All entries of the fence."""
-    fence = cluster.api.get("/api/v1/namespaces/tessera/configmaps/tessera-fence")
+    fence = cluster.api.get(FENCE)
     return " ".join((fence.get("data") or {}).values())
 
 

@@ -141,8 +141,19 @@ def test_nothing_is_reserved_with_a_policy_of_an_earlier_version_that_would_refu
     api: FencedApi, claims: ClaimsCache
 ) -> None:
     api.admits_pods = False
-    assert not fence_of(api, claims).reserve([A], ["waiting-pod"], FIVE_MINUTES)
+    settings = FenceSettings(settle_s=0, probe_s=0.01)
+    assert not fence_of(api, claims, settings=settings).reserve([A], ["waiting-pod"], FIVE_MINUTES)
     assert api.fenced() - {PoolDevice(POOL, "")} == set()
+
+
+def test_a_gpu_can_be_reserved_while_an_api_server_still_knows_the_reservation_before(
+    api: FencedApi, claims: ClaimsCache
+) -> None:
+    """It refuses everybody else, and for a moment the waiting pod, too."""
+    fence = fence_of(api, claims)
+    fence.take_back([B])
+    api.once("PUT", *[lambda exchange: exchange.refuse(422, "tessera-fence denied it")] * 2)
+    assert fence.reserve([A], ["waiting-pod"], FIVE_MINUTES)
 
 
 def test_a_new_leader_knows_what_is_reserved_for_whom_and_until_when(
