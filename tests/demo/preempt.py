@@ -68,12 +68,14 @@ def _on(screen: Screen, cluster: Cluster, keep: bool) -> None:
     _notebook_is_evicted(screen, cluster, saved)
     if keep:
         try_next(
-            screen, cluster, f"kubectl get pods\n{TESSERA} preempt pod/serve\nkubectl describe gpupolicy notebooks"
+            screen,
+            cluster,
+            f"kubectl get pods,gpupolicies\n{TESSERA} preempt pod/serve\nkubectl describe gpupolicy notebooks",
         )
 
 
 def _notebook_runs(screen: Screen, cluster: Cluster, saved: Path) -> None:
-    screen.act("A notebook of a Deployment's ReplicaSet has the GPU")
+    screen.act("A notebook of a ReplicaSet has the GPU")
     cluster.api.post(
         "/apis/scheduling.k8s.io/v1/priorityclasses",
         {"metadata": {"name": "serving"}, "value": 1000, "preemptionPolicy": "PreemptLowerPriority"},
@@ -87,7 +89,7 @@ def _notebook_runs(screen: Screen, cluster: Cluster, saved: Path) -> None:
 
 def notebooks(saved: Path) -> dict[str, Any]:
     """A ReplicaSet of one pod, which takes two seconds to save its work into the folder ``saved``."""
-    hook = {"exec": {"command": ["sh", "-c", "sleep 2; date > /saved/$HOSTNAME"]}}
+    hook = {"exec": {"command": ["sh", "-c", "sleep 2; echo the notebook of $(date) > /saved/work"]}}
     container = {
         "command": ["sh", "-c", "trap exit TERM; sleep 100000 & wait"],
         "lifecycle": {"preStop": hook},
@@ -134,12 +136,12 @@ def _notebook_is_evicted(screen: Screen, cluster: Cluster, saved: Path) -> None:
         cluster.apply({**policy, "spec": {**policy["spec"], "mode": "Active"}})
         cluster.wait_pod("serve", deadline_s=RUNNING_S)
     screen.show(cluster.kubectl("get", "pods"))
-    screen.say("The next notebook waits, though it asked for the GPU the moment it was free. What the first one saved:")
-    files = [file.name for file in saved.iterdir()]
-    screen.show("\n".join(files))
-    screen.command("kubectl events --types=Normal,Warning | grep tessera's")
+    screen.say("The next notebook waits, though it asked for the GPU before it was free. What the first one saved:")
+    work = [file.read_text() for file in saved.iterdir()]
+    screen.show("".join(work))
+    screen.say("The Events of the controller:")
     screen.show(_events(cluster))
-    if not files:
+    if not work:
         raise FatalError("the notebook was evicted before its preStop hook had saved its work")
 
 
