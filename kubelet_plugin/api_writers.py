@@ -36,6 +36,7 @@ from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.status.claim_status import StatusWriter, device_statuses
 from kubelet_plugin.status.events import PluginEvents
 from kubelet_plugin.step_names import NodeStep, StepRunner
+from kubelet_plugin.usage.sampler import IdleClaims
 
 NODE_USER_AGENT = "tessera-node"
 
@@ -106,7 +107,9 @@ class Publishing:
             loop=background.loop(SLICES_DELAY_SECONDS, probes.publishing),
         )
         loop = background.loop(STATUS_DELAY_SECONDS, probes.plan_status)
-        self._plan_status = PlanStatusWriter(client, node, PlanReport(self._follower, health, self._config), loop=loop)
+        self.idle = IdleClaims(client.clock, lambda: self._plan_status.notify())
+        report = PlanReport(self._follower, health, self._config, self.idle)
+        self._plan_status = PlanStatusWriter(client, node, report, loop=loop)
         self._fence_release = FenceRelease(client, settings.namespace, pool, self._follower.mode_choice)
         self._claim_status = StatusWriter(
             client,

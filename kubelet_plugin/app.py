@@ -203,9 +203,9 @@ class NodePlugin:
             return None
         from kubelet_plugin.metrics.usage import UsageCollector, usage_sampler
 
-        sampler = usage_sampler(self._settings, self._stores, self._host, self._api.client, self._reader, self._events)
-        self._metrics.registry.register(UsageCollector(self._stores, sampler))
-        return sampler
+        usage = usage_sampler(self._settings, self._stores, self._host, self._api, self._reader, self._publishing.idle)
+        self._metrics.registry.register(UsageCollector(self._stores, usage))
+        return usage
 
     def _check_readiness(self) -> None:
         """Define what ``/livez`` and ``/readyz`` check; probe the directories that a prepare writes to."""

@@ -211,6 +211,10 @@ class FailedClaim(msgspec.Struct, frozen=True, rename="camel"):
     message: str = ""
 
 
+MOST_IDLE, IDLE_REPORT_SECONDS = 256, 300.0
+"""Most idle claims that a node reports, and how often it repeats such a report: it is out of date after twice that."""
+
+
 class NodeConditionType(StrEnum):
     """What is wrong with a node as a whole.
 
@@ -254,7 +258,8 @@ class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
     ones. ``refused`` are offers that are not published, and why. ``faults`` are those that an operator can clear, each
     as ClearedFaults writes it, and what it is. ``unprepared`` are the claims whose pods wait for their devices to be
     prepared, ``unreleased`` those whose pods have ended and whose devices can't be released. ``conditions`` are what is
-    wrong with the node as a whole. ``config`` is the node's configuration.
+    wrong with the node as a whole. ``config`` is the node's configuration. ``idle`` are prepared claims that use no
+    device, each ``namespace/name`` and since when (RFC 3339), the longest first; ``idle_as_of``: when the node said so.
     """
 
     observed_generation: int = 0
@@ -272,3 +277,12 @@ class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
     unreleased: tuple[FailedClaim, ...] = ()
     conditions: tuple[NodeCondition, ...] = ()
     config: ConfigStatus = ConfigStatus()
+    idle: tuple[str, ...] = ()
+    idle_as_of: str = ""
+
+    def idle_since(self, now: float) -> dict[str, int]:
+        """Since when (seconds since 1970) claims are idle, by name; empty if the report is out of date."""
+        as_of, entries = read_time(self.idle_as_of), (entry.partition(" ") for entry in self.idle)
+        if as_of is None or now - as_of > 2 * IDLE_REPORT_SECONDS:
+            return {}
+        return {claim: at for claim, _, since in entries if (at := read_time(since)) is not None}

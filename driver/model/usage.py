@@ -95,7 +95,7 @@ class UsageTotals(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
         return replace(self, counted_at=self.counted_at + seconds, allocated=self.allocated + self.slices * seconds)
 
     def with_activity(self, activity: Activity, now: float) -> UsageTotals:
-        """With ``activity`` added, which ended at ``now``."""
+        """With ``activity`` added, which ended at ``now``. Where it is unknown, the device does not count as idle."""
         busiest = activity.busiest
         return replace(
             self,
@@ -103,7 +103,7 @@ class UsageTotals(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
             used=_sum(self.used, busiest, self.slices * activity.seconds),
             nvlink=_sum(self.nvlink, activity.nvlink, activity.seconds),
             pcie=_sum(self.pcie, activity.pcie, activity.seconds),
-            active_at=now if busiest is not None and busiest > ACTIVE_RATIO else self.active_at,
+            active_at=now if busiest is None or busiest > ACTIVE_RATIO else self.active_at,
         )
 
     def resumed(self, now: float) -> UsageTotals:

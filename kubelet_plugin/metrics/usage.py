@@ -16,17 +16,16 @@ from prometheus_client.registry import Collector
 from driver.clock import Clock
 from driver.hardware.host import Host
 from driver.hardware.host_paths import HOST, HostPaths
-from driver.kube.client import KubeClient
 from driver.model.device import full_device
 from driver.model.offer import WITHOUT_OWN_ACTIVITY, DeviceKind
 from driver.model.usage import UsageReading
+from kubelet_plugin.api_writers import ApiAccess
 from kubelet_plugin.claims.claim_stores import ClaimStores
 from kubelet_plugin.claims.preparer import ClaimReader
 from kubelet_plugin.settings import NodeSettings
-from kubelet_plugin.status.events import PluginEvents
 from kubelet_plugin.usage.labels import ClaimLabels, ClaimsAndPods
 from kubelet_plugin.usage.out_of_memory_events import FullPartitions, PodReader
-from kubelet_plugin.usage.sampler import MeasuredDevice, UsageSampler, since_boot
+from kubelet_plugin.usage.sampler import IdleClaims, MeasuredDevice, UsageSampler, since_boot
 from kubelet_plugin.usage.totals_file import TotalsFile
 
 CLAIM_LABELS = ("namespace", "claim", "pod", "class", "profile", "device", "gpu", "node", "source")
@@ -182,9 +181,9 @@ def usage_sampler(
     settings: NodeSettings,
     stores: ClaimStores,
     host: Host,
-    client: KubeClient,
+    api: ApiAccess,
     claims: ClaimReader,
-    events: PluginEvents,
+    idle: IdleClaims,
 ) -> UsageSampler:
     # The processes on simulated GPUs are those of this machine.
     machine = HostPaths(HOST if settings.simulated else settings.host_root, HOST)
@@ -194,5 +193,5 @@ def usage_sampler(
         ClaimsAndPods(claims, machine),
         TotalsFile(settings.state_dir, stores.boot),
         settings.usage_interval or math.inf,
-        FullPartitions(PodReader(client), events, stores.inventory, Clock()),
+        (FullPartitions(PodReader(api.client), api.events, stores.inventory, Clock()), idle),
     )

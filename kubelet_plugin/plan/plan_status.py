@@ -27,6 +27,7 @@ from kubelet_plugin.health.node_problems import NodeConditions
 from kubelet_plugin.plan.follower import PlanFollower, Publication
 from kubelet_plugin.plan.mode import ModeChoice
 from kubelet_plugin.plan.node_config import ConfigFollower
+from kubelet_plugin.usage.sampler import IdleClaims
 
 STATUS_COALESCE_SECONDS, RELEASE_COALESCE_SECONDS = 0.5, 0.05
 
@@ -48,12 +49,14 @@ class PlanReport:
     follower: PlanFollower
     health: HealthMonitor | None = None
     config: ConfigFollower | None = None
+    idle: IdleClaims | None = None
 
     def status(self) -> PlanStatus:
         follower = self.follower
         plan, publication, memory = follower.instructions.plan(), follower.publication, follower.memory.now
         states = follower.inventory.states()
         is_followed = plan is not None and memory.mode is PlanMode.PLANNED
+        idle, idle_as_of = self.idle.report if self.idle is not None else ((), "")
         return PlanStatus(
             observed_generation=plan.metadata.generation if plan else 0,
             epoch=memory.epoch,
@@ -70,6 +73,8 @@ class PlanReport:
             unreleased=self.health.failed_preparations.reported(UNPREPARE) if self.health is not None else (),
             conditions=self.health.node_conditions.current() if self.health is not None else (),
             config=self.config.status if self.config is not None else ConfigStatus(),
+            idle=idle,
+            idle_as_of=idle_as_of,
         )
 
     def _refused(self, plan: GpuNodePlan, publication: Publication) -> Iterator[str]:

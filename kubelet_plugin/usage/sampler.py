@@ -8,15 +8,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from typing import Protocol
 
+from driver.clock import Clock, seconds_time
 from driver.errors import ApiError, HardwareError
 from driver.hardware.host import TimeoutRunner
 from driver.hardware.usage import UsageReader
 from driver.model.offer import WITHOUT_OWN_ACTIVITY, compute_instances
+from driver.model.plan import IDLE_REPORT_SECONDS, MOST_IDLE
 from driver.model.shared_memory import GIB
 from driver.model.usage import UsageReading, UsageTarget, UsageTotals
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
@@ -32,6 +36,9 @@ GPU_READ_TIMEOUT_SECONDS = 5.0
 FIRST_INTERVAL_SECONDS = 1.0
 """A GPU with a new claim is sampled again after this time, then after twice as long, up to the usual interval: a pod
 that lives for seconds is measured, too."""
+
+KNOWN_INTERVALS, IDLE_SECONDS = 2, 60.0
+"""Intervals without a reading after which activity is unknown; idle time from which on a claim is reported."""
 
 LINGER_SECONDS = 300.0
 """How long the totals of a claim stay after its end, so that every scraper reads their last values."""
@@ -64,6 +71,12 @@ class MeasuredDevice:
         """What distinguishes its series from others."""
         return self.record.namespace, self.record.name, self.device.device
 
+    @property
+    def idle_seconds(self) -> float:
+        """At the last round; 0 if it was active, or if that is unknown."""
+        is_unknown = self.ended_at is not None or self.activity_at is None
+        return 0.0 if is_unknown else self.totals.counted_at - self.totals.active_at
+
     def measured(self, reading: UsageReading, now: float) -> MeasuredDevice:
         activity = reading.activity
         totals = self.totals if activity is None else self.totals.with_activity(activity, now)
@@ -89,6 +102,36 @@ class UsageFollower(Protocol):
         """Handle the devices of one round. Returns the seconds until the next check; None: none is needed."""
 
 
+class IdleClaims:
+    """The prepared claims that use none of their devices (``UsageFollower``).
+
+    ``report``: what the plan's status says of them, and when. What claims that are in use do changes nothing in it.
+    """
+
+    def __init__(self, clock: Clock, changed: Callable[[], None]) -> None:
+        self._clock, self._changed, self._reported_at = clock, changed, 0.0
+        self._since = dict[tuple[str, float], str]()
+        """By claim, and when it was active last, in seconds since boot."""
+        self.report: tuple[tuple[str, ...], str] = (), ""
+
+    def check(self, devices: Mapping[Key, MeasuredDevice]) -> None:
+        by_claim, now = defaultdict[str, list[MeasuredDevice]](list), self._clock.now()
+        since = dict[tuple[str, float], str]()
+        for usage in devices.values():
+            by_claim[str(usage.record)].append(usage)
+        for claim, of_claim in by_claim.items():
+            busiest = min(of_claim, key=lambda usage: usage.idle_seconds)
+            if busiest.idle_seconds >= IDLE_SECONDS:
+                key, began = (claim, busiest.totals.active_at), now - timedelta(seconds=busiest.idle_seconds)
+                since[key] = self._since.get(key) or seconds_time(began)
+        is_due = bool(since) and self._clock.monotonic() - self._reported_at >= IDLE_REPORT_SECONDS
+        if is_due or since != self._since:
+            self._since, self._reported_at = since, self._clock.monotonic()
+            longest = sorted((time, claim) for (claim, _), time in since.items())[:MOST_IDLE]
+            self.report = tuple(f"{claim} {time}" for time, claim in longest), seconds_time(now)
+            self._changed()
+
+
 class UsageSampler:
     """``run`` samples; all other methods only read memory."""
 
@@ -99,11 +142,11 @@ class UsageSampler:
         claims: ClaimsAndPods,
         totals_file: TotalsFile,
         interval_seconds: float,
-        follower: UsageFollower,
+        followers: Sequence[UsageFollower],
         clock: Callable[[], float] = since_boot,
     ) -> None:
         self._stores, self._reader, self._claims = stores, reader, claims
-        self._file, self._interval, self._follower, self._clock = totals_file, interval_seconds, follower, clock
+        self._file, self._interval, self._followers, self._clock = totals_file, interval_seconds, followers, clock
         self._timeouts = TimeoutRunner(GPU_READ_TIMEOUT_SECONDS)
         self._saved = totals_file.load(clock())
         self._due: dict[str, float] = {}
@@ -149,7 +192,7 @@ class UsageSampler:
         if to_sample:
             self._file.save({key: usage.totals for key, usage in devices.items()})
         due_in = min(self._due.values(), default=now + self._interval) - self._clock()
-        return max(0.0, min(due_in, self._follower.check(devices) or due_in))
+        return max(0.0, min(due_in, *(follower.check(devices) or due_in for follower in self._followers)))
 
     def _current(self, now: float) -> dict[Key, MeasuredDevice]:
         """The devices of all prepared claims and of those that ended lately, with the time until ``now`` counted."""
@@ -164,7 +207,10 @@ class UsageSampler:
                 if usage is None or usage.ended_at is not None or usage.device != device:
                     usage = self._begun(record, device, now)
                 labels = usage.labels if usage.record.pods == record.pods else None  # later pods use it
-                current[key] = replace(usage, record=record, labels=labels, totals=usage.totals.counted(now))
+                totals = usage.totals.counted(now)
+                if now - (usage.activity_at or usage.since) > KNOWN_INTERVALS * self._interval:
+                    totals = totals.resumed(now)  # it may have been active
+                current[key] = replace(usage, record=record, labels=labels, totals=totals)
         continued = {usage.series for usage in current.values()}
         for key, usage in self.devices.items():
             ended = usage if usage.ended_at is not None else usage.ended(now, self._interval)
@@ -184,6 +230,8 @@ class UsageSampler:
             if device.gib and gpu is not None:
                 slices *= device.gib * GIB / gpu.memory_bytes
             totals = UsageTotals(slices=float(slices), counted_at=now, active_at=now)
+        elif now - totals.counted_at > KNOWN_INTERVALS * self._interval:
+            totals = totals.counted(now).resumed(now)
         begun = MeasuredDevice(record, device, totals, since=now)
         for earlier in self.devices.values():
             # A claim may be created again under its name: its series go on.

@@ -89,4 +89,15 @@ SPEC = PlanSpec(
     cordoned=(f"{GPU} fan",),
     cleared=(f"{GPU} 2026-11-21T21:30:00Z",),
 )
-STATUS = PlanStatus(3, "abcdef", PlanMode.PLANNED, Summary(4, 2, 1), ("a line",), "[]", ("no",), (f"{GPU} now xid-79",))
+STATUS = PlanStatus(
+    3,
+    "abcdef",
+    PlanMode.PLANNED,
+    Summary(4, 2, 1),
+    ("a line",),
+    "[]",
+    ("no",),
+    (f"{GPU} now xid-79",),
+    idle=("default/a 2026-11-21T21:30:00Z",),
+    idle_as_of="2026-11-21T21:35:00Z",
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
+from driver.clock import Clock
 from driver.hardware.usage import UsageReader
 from driver.model.gpu_settings import GpuSharing, parse_shared
 from driver.simulator.state.gpu_load import Phase, SimulatedActivity, constant, duty
@@ -20,7 +22,7 @@ from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.metrics.usage import COUNTERS, GAUGES, INFO, SERIES_PER_DEVICE, UsageCollector
 from kubelet_plugin.usage import sampler
 from kubelet_plugin.usage.labels import ClaimLabels, labels_of
-from kubelet_plugin.usage.sampler import LINGER_SECONDS, UsageSampler
+from kubelet_plugin.usage.sampler import LINGER_SECONDS, IdleClaims, UsageSampler
 from kubelet_plugin.usage.totals_file import TotalsFile
 from tests.harness.waiting import wait_for
 from tests.support.claims import ClaimApi, result
@@ -45,13 +47,26 @@ class Time:
         return self.now
 
 
+class Today(Clock):
+    """A clock that begins the day with ``Time``."""
+
+    def __init__(self, time: Time) -> None:
+        self._time = time
+
+    def monotonic(self) -> float:
+        return self._time.now
+
+    def now(self) -> datetime:
+        return datetime(2026, 11, 21, tzinfo=UTC) + timedelta(seconds=self._time.now - 1_000_000)
+
+
 class Node:
     """A node at a time that the test moves; ``passes`` samples whenever the sampler wants to."""
 
     def __init__(
         self, root: Path, gpus: str = "dgx-h100", *, time: Time | None = None, shares: int = 0, shared: str = ""
     ) -> None:
-        self.time = time or Time()
+        self.time, self.reports = time or Time(), 0
         self.api = ClaimApi()
         self.root, self.shares, self.pods = root, shares, dict[int, str]()
         sharing = GpuSharing(lambda _: shares, strategy_of=parse_shared(shared).of)
@@ -62,13 +77,14 @@ class Node:
         """A new process of the plugin."""
         context = self.node.node
         parts: Any = self
+        self.idle = IdleClaims(Today(self.time), self.count_report)
         self.sampler = UsageSampler(
             context,
             UsageReader(self.node.simulated.nvml, self.time),
             parts,
             TotalsFile(self.root / "state", "boot"),
             INTERVAL,
-            parts,
+            (parts, self.idle),
             self.time,
         )
         self.registry = CollectorRegistry()
@@ -83,6 +99,9 @@ class Node:
 
     def check(self, _devices: object) -> None:
         """Nothing follows the samples."""
+
+    def count_report(self) -> None:
+        self.reports += 1
 
     def prepare(self, name: str, *devices: str, load: tuple[Phase, ...] = (), pid: int = 4711) -> None:
         self.node.preparer.prepare(self.api.allocate(name, *devices))
