@@ -37,6 +37,7 @@ class Trigger(StrEnum):
     OVERLAP = "overlap"
     FAILED_START = "failed-start"
     PREEMPTION = "preemption"
+    RECLAIM = "reclaim"
 
 
 class Outcome(StrEnum):

@@ -1,11 +1,12 @@
 """GpuPolicy: which pods may be evicted for which others (docs/taking-back.md).
 
-The policy of the victim decides. A pod that no policy matches, or whose policy does not enable preemption, is never
-evicted for another.
+The policy of the victim decides. A pod that no policy matches, or whose policy enables neither preemption nor reclaim,
+is never evicted for another.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from datetime import datetime, time, timedelta
 from typing import Annotated, Any, Literal, get_args
@@ -17,6 +18,7 @@ from pydantic.alias_generators import to_camel
 from driver.errors import invalid_fields
 from driver.kube.client import KubeClient
 from driver.kube.get_and_list import read_all
+from driver.kube.types import Reference
 from driver.model.plan import API_VERSION
 
 PATH = f"/apis/{API_VERSION}/gpupolicies"
@@ -25,6 +27,12 @@ Names = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=253)], ...
 
 TimeOfDay = Annotated[str, Field(pattern=r"^([01][0-9]|2[0-3]):[0-5][0-9]$")]
 Day = Literal["Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun"]
+Duration = Annotated[str, Field(min_length=2, pattern="^([0-9]{1,4}h)?([0-9]{1,4}m)?([0-9]{1,4}s)?$")]
+
+
+def seconds_of(duration: str) -> int:
+    parts = re.findall("([0-9]+)([hms])", duration)
+    return sum(int(number) * {"h": 3600, "m": 60, "s": 1}[unit] for number, unit in parts)
 
 
 class _PolicyPart(BaseModel):
@@ -41,6 +49,19 @@ class PreemptionRules(_PolicyPart):
     enabled: Annotated[bool, Field(strict=True)] = False
     victims: Annotated[Names, Field(alias="from")] = ()
     by_namespaces: Names = ()
+
+
+class ReclaimRules(_PolicyPart):
+    """Pods with idle devices may be evicted, whatever their priority.
+
+    ``when``: Contended only for a pod that waits for these devices. ``action``: Event evicts nobody. ``keep_at_most``:
+    how long after their last activity the annotation ``keep_until`` of a pod protects it.
+    """
+
+    idle_after: Duration = "15m"
+    when: Literal["Contended", "Always"] = "Contended"
+    action: Literal["Event", "Evict"] = "Event"
+    keep_at_most: Duration = "24h"
 
 
 class EvictionBudget(_PolicyPart):
@@ -81,8 +102,13 @@ class PolicySpec(_PolicyPart):
     namespaces: Names = ()
     device_classes: Names = ()
     preemption: PreemptionRules = PreemptionRules()
+    reclaim: ReclaimRules | None = None
     budget: EvictionBudget = EvictionBudget()
     quiet_hours: Annotated[tuple[QuietHours, ...], Field(max_length=20)] = ()
+
+    @property
+    def evicts_idle(self) -> bool:
+        return self.mode == "Active" and self.reclaim is not None and self.reclaim.action == "Evict"
 
     def matches(self, namespace: str, classes: Iterable[str]) -> bool:
         return (not self.namespaces or namespace in self.namespaces) and (
@@ -104,6 +130,10 @@ class GpuPolicy(_PolicyPart):
     kind: Literal["GpuPolicy"]
     metadata: PolicyMetadata
     spec: PolicySpec = PolicySpec()
+
+    @property
+    def reference(self) -> Reference:
+        return Reference("GpuPolicy", self.metadata.name, uid=self.metadata.uid, api_version=API_VERSION)
 
 
 class GpuPolicies:

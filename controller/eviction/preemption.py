@@ -7,7 +7,7 @@ at which the pod says that its work was saved.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from functools import partial
@@ -19,9 +19,9 @@ from controller.demand.device_search import slices_of
 from controller.demand.pending_claims import IMPLICIT, Queue, classes_by_resource, held_with_claims
 from controller.demand.pod_requests import RequestedAmount, requested, total
 from controller.eviction.evictor import ADMIN_ACCESS, Job, own_protection
-from controller.eviction.gpu_policy import GpuPolicies
+from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, ReclaimRules, seconds_of
 from controller.eviction.victim_search import EvictionCost, Tries, VictimSet, VictimUnit, cheapest_victims
-from driver.clock import Clock
+from driver.clock import Clock, read_time
 from driver.kube.types import Claim, Key, Node, Pod, PodSpec
 
 KUEUE_LABELS = "kueue.x-k8s.io/"
@@ -31,6 +31,7 @@ GANG_LABEL = "leaderworkerset.sigs.k8s.io/group-key"
 MAX_GRACE_SECONDS = 3600
 """Longest grace period of a victim. Tenants choose it, and the GPU stays reserved until all victims have ended."""
 
+MONTH_SECONDS = 30 * 24 * 3600
 HAS_ENDED = {"Succeeded", "Failed"}
 PODS = "pods"
 """The resource of a node that each pod takes one of."""
@@ -63,16 +64,22 @@ class HeldPart(NamedTuple):
 class RunningPods:
     """The pods of the cluster that are bound to nodes, the claims that they use, and what each node can give to pods.
 
-    The controller's caches have none of these.
+    The controller's caches have none of these. ``idle_since``: in seconds since 1970, by node and name of a claim.
     """
 
     def __init__(
-        self, pods: Iterable[Pod], claims: Iterable[Claim], nodes: Iterable[Node], jobs: Iterable[Job]
+        self,
+        pods: Iterable[Pod],
+        claims: Iterable[Claim],
+        nodes: Iterable[Node],
+        jobs: Iterable[Job],
+        idle_since: Mapping[tuple[str, str], int],
     ) -> None:
         self.pods = {pod.metadata.key: pod for pod in pods if pod.status.phase not in HAS_ENDED}
         self._claims = {str(claim.metadata.key): claim for claim in claims}
         self._allocatable = {node.metadata.name: node.status.allocatable for node in nodes}
         self._jobs = {job.metadata.uid for job in jobs if job.is_gang}
+        self._idle_since = idle_since
         self._gangs: dict[tuple[str, str], list[Pod]] = {}
         self._on_nodes: dict[str, list[Pod]] = {}
         self._amounts: dict[tuple[Key, str], Fraction] = {}
@@ -112,6 +119,15 @@ class RunningPods:
         claims = (self.claim(str(key)) for key in pod.claims)
         return frozenset(name for claim in claims if claim is not None for name in claim.class_names)
 
+    def idle_since(self, pod: Pod) -> int | None:
+        """Since when all claims of ``pod`` are idle, at the earliest since it became Ready; None: not, or unknown."""
+        begun = [condition.last_transition_time for condition in pod.status.conditions if condition.type == "Ready"]
+        times = [read_time(time or "") for time in (pod.status.start_time, *begun)]
+        times += [self._idle_since.get((pod.spec.node_name, str(key))) for key in pod.claims]
+        reported = [time for time in times if time is not None]
+        is_complete = bool(pod.claims) and len(reported) == len(times)
+        return max(reported) if is_complete and pod.status.phase == "Running" else None
+
     def together(self, claim: str) -> tuple[frozenset[str], list[Pod]]:
         """The claims and pods that can only go together: those of a pod, the pods of a claim, those of a gang."""
         claims, pods, waiting = set[str](), dict[Key, Pod](), [claim]
@@ -145,6 +161,71 @@ class RunningPods:
         return self._amounts[key]
 
 
+class VictimRules:
+    """Who may be evicted for ``contender``: pods of lower priority, and idle ones.
+
+    Without a contender these are the idle pods of policies that reclaim ``Always``.
+    """
+
+    def __init__(self, running: RunningPods, policies: GpuPolicies, clock: Clock, contender: Pod | None) -> None:
+        self._running, self._policies, self._clock, self._contender = running, policies, clock, contender
+
+    def policy(self, pod: Pod) -> GpuPolicy | None:
+        return self._policies.of_pod(pod.metadata.namespace, self._running.classes(pod))
+
+    def idle_seconds(self, pod: Pod, part: float = 1.0) -> int | None:
+        """None: less than the time that the policy says, or than a ``part`` of it; unknown; or it is to be kept."""
+        since, policy = self._running.idle_since(pod), self.policy(pod)
+        if since is None:
+            return None
+        rules, idle = (policy and policy.spec.reclaim) or ReclaimRules(), int(self._clock.now().timestamp()) - since
+        with suppress(ValueError, TypeError):
+            is_kept = self._clock.seconds_since(pod.metadata.annotations.keep_until or None) < 0
+            if is_kept and idle < seconds_of(rules.keep_at_most):
+                return None
+        return None if idle < part * seconds_of(rules.idle_after) else idle
+
+    def reclaims(self, pod: Pod) -> bool:
+        """Whether ``pod`` may be evicted because it is idle."""
+        policy = self.policy(pod)
+        rules = None if policy is None else policy.spec.reclaim
+        if rules is None or (self._contender is None and (rules.when, rules.action) != ("Always", "Evict")):
+            return False
+        return self.idle_seconds(pod) is not None
+
+    def why_spared(self, names: Iterable[str], pods: Sequence[Pod]) -> str | None:
+        """Why these pods are not evicted together; None: they may be."""
+        claims = {name: self._running.claim(name) for name in sorted(names)}
+        for name, claim in claims.items():
+            if claim is not None and claim.has_admin_access:
+                return ADMIN_ACCESS.reason
+            if claim is not None and len(list(self._running.consumers(name))) < len(claim.status.reserved_for):
+                return f"claim {name} is reserved for something that is no running pod"
+        if not pods:
+            return "no pod uses it: its claim holds the devices until it is deleted"
+        return next(filter(None, map(self._why_pod_spared, pods)), None)
+
+    def _why_pod_spared(self, pod: Pod) -> str | None:
+        if (protection := own_protection(pod)) is not None:
+            return protection.reason
+        if pod.metadata.deletion_timestamp is not None:
+            return "it is ending already"
+        if (grace := pod.spec.termination_grace_period_seconds) > MAX_GRACE_SECONDS:
+            return f"its terminationGracePeriodSeconds {grace} is above {MAX_GRACE_SECONDS}"
+        if any(label.startswith(KUEUE_LABELS) for label in pod.metadata.labels):
+            return "Kueue admits it, and takes back its quota itself"
+        return None if self.reclaims(pod) else self.why_busy_spared(pod)
+
+    def why_busy_spared(self, pod: Pod) -> str | None:
+        """Why it is not evicted for a pod of higher priority, whether it is idle or not; None: it may be."""
+        if self._contender is None:
+            return "no pod waits for its devices"
+        if pod.spec.priority >= self._contender.spec.priority:
+            return f"its priority {pod.spec.priority} is not below {self._contender.spec.priority}"
+        classes = self._running.classes(pod)
+        return self._policies.refusal(pod.metadata.namespace, classes, self._contender.metadata.namespace)
+
+
 class PreemptionSearch:
     """The search for one waiting pod.
 
@@ -157,7 +238,8 @@ class PreemptionSearch:
         self.protected: dict[tuple[str, ...], str] = {}
         self.spared: list[SparedPods] = []
         self.short_of: dict[str, str] = {}
-        self._queue, self._pod, self._running, self._policies, self._clock = queue, pod, running, policies, clock
+        self.rules = VictimRules(running, policies, clock, pod)
+        self._queue, self.pod, self._running, self._clock = queue, pod, running, clock
         by_class = classes_by_resource(queue.cluster.classes).keys()
         self._resources = sorted(name for name in pod.spec.resource_names - by_class if not name.startswith(IMPLICIT))
         self._parts: dict[str, list[HeldPart]] = {}
@@ -174,7 +256,7 @@ class PreemptionSearch:
 
     def obstacle(self) -> str | None:
         """Why no pod is evicted for this one, whatever the policies say; None: nothing prevents it."""
-        pod, queue = self._pod, self._queue
+        pod, queue = self.pod, self._queue
         if not self._alternatives or not any(needed.requests for needed in self._alternatives):
             return "it waits for no device that this driver has"
         if pod.spec.preemption_policy == "Never":
@@ -219,7 +301,7 @@ class PreemptionSearch:
 
     def _candidates(self) -> list[str]:
         """The nodes where the pod could run if nothing were held."""
-        nodes, unheld = self._queue.nodes_for(self._pod), self._queue.feasibility.unheld
+        nodes, unheld = self._queue.nodes_for(self.pod), self._queue.feasibility.unheld
         able = (unheld.nodes_that_may_fit(needed, nodes) for needed in self._alternatives)
         return sorted(set(chain.from_iterable(able)))
 
@@ -251,7 +333,7 @@ class PreemptionSearch:
     def _lacking(self, node: str, gone: Collection[VictimUnit]) -> str | None:
         """The resource, such as cpu, of which the node has too little for the pod without ``gone``, or None."""
         ended = {pod for unit in gone for pod in unit.pods}
-        return self._running.lacking(node, self._pod.spec, self._resources, ended)
+        return self._running.lacking(node, self.pod.spec, self._resources, ended)
 
     def _units(self, node: str) -> Iterator[VictimUnit]:
         """The units of pods that can be evicted on ``node``; a unit may have pods and claims on other nodes, too."""
@@ -260,37 +342,11 @@ class PreemptionSearch:
             claims, pods = self._running.together(min(remaining))
             remaining -= claims
             names = tuple(sorted(str(pod.metadata.key) for pod in pods))
-            reason = self.protected.get(names) or self._why_spared(claims, pods)
+            reason = self.protected.get(names) or self.rules.why_spared(claims, pods)
             if reason is not None:
                 self.spared.append(SparedPods(node, names, reason))
             else:
                 yield self._unit(node, names, claims, pods)
-
-    def _why_spared(self, names: Iterable[str], pods: Sequence[Pod]) -> str | None:
-        """Why these pods are not evicted together; None: they may be."""
-        claims = {name: self._running.claim(name) for name in sorted(names)}
-        for name, claim in claims.items():
-            if claim is not None and claim.has_admin_access:
-                return ADMIN_ACCESS.reason
-            if claim is not None and len(list(self._running.consumers(name))) < len(claim.status.reserved_for):
-                return f"claim {name} is reserved for something that is no running pod"
-        if not pods:
-            return "no pod uses it: its claim holds the devices until it is deleted"
-        return next(filter(None, map(self._why_pod_spared, pods)), None)
-
-    def _why_pod_spared(self, pod: Pod) -> str | None:
-        if (protection := own_protection(pod)) is not None:
-            return protection.reason
-        if pod.metadata.deletion_timestamp is not None:
-            return "it is ending already"
-        if (grace := pod.spec.termination_grace_period_seconds) > MAX_GRACE_SECONDS:
-            return f"its terminationGracePeriodSeconds {grace} is above {MAX_GRACE_SECONDS}"
-        if any(label.startswith(KUEUE_LABELS) for label in pod.metadata.labels):
-            return "Kueue admits it, and takes back its quota itself"
-        if pod.spec.priority >= self._pod.spec.priority:
-            return f"its priority {pod.spec.priority} is not below {self._pod.spec.priority}"
-        classes = self._running.classes(pod)
-        return self._policies.refusal(pod.metadata.namespace, classes, self._pod.metadata.namespace)
 
     def _unit(self, node: str, names: tuple[str, ...], claims: frozenset[str], pods: Sequence[Pod]) -> VictimUnit:
         parts = {claim: self._parts.get(claim, []) for claim in claims}
@@ -299,9 +355,12 @@ class PreemptionSearch:
             for claim in claims
         }
         every = list(chain.from_iterable(parts.values()))
+        idle = [seconds for pod in pods if (seconds := self.rules.idle_seconds(pod)) is not None]
         cost = EvictionCost(
             priority=max(pod.spec.priority for pod in pods),
+            busy=len(pods) - len(idle),
             pods=len(pods),
+            recency=sum(max(0, MONTH_SECONDS - seconds) for seconds in idle),
             gpu_hours=round(sum(part.part * hours[claim] for claim, of in parts.items() for part in of), 3),
             slices=sum(part.slices for part in every),
         )

@@ -11,11 +11,11 @@ from controller.demand.pending_claims import Queue
 from controller.eviction.evictor import Evictor, Job
 from controller.eviction.gpu_policy import GpuPolicies
 from controller.eviction.preemption import Preemption, PreemptionSearch, RunningPods
-from controller.eviction.victim_search import VictimUnit
-from driver.errors import ApiError
+from driver.errors import NOT_FOUND, ApiError, accepted_status
 from driver.kube.client import KubeClient
 from driver.kube.get_and_list import list_claims, read_all
-from driver.kube.types import Node, Pod
+from driver.kube.types import GpuNodePlan, Node, Pod
+from driver.model.plan import PATH
 
 BOUND = {"fieldSelector": "spec.nodeName!=,status.phase!=Succeeded,status.phase!=Failed"}
 
@@ -39,9 +39,19 @@ class Preview:
 
 def read_running(client: KubeClient) -> RunningPods:
     """What runs on the nodes now. Raises ApiError."""
-    nodes = read_all(client, "/api/v1/nodes", Node)
+    nodes, idle_since = read_all(client, "/api/v1/nodes", Node), read_idle_since(client)
     jobs = read_all(client, "/apis/batch/v1/jobs", Job)
-    return RunningPods(read_all(client, "/api/v1/pods", Pod, BOUND), list_claims(client), nodes, jobs)
+    return RunningPods(read_all(client, "/api/v1/pods", Pod, BOUND), list_claims(client), nodes, jobs, idle_since)
+
+
+def read_idle_since(client: KubeClient) -> dict[tuple[str, str], int]:
+    """Since when claims are idle, as ``RunningPods`` takes it. Raises ApiError."""
+    idle_since = dict[tuple[str, str], int]()
+    with accepted_status(NOT_FOUND):  # the CustomResourceDefinition is not installed
+        for plan in read_all(client, PATH, GpuNodePlan):
+            reported = plan.status.idle_since(client.clock.now().timestamp())
+            idle_since |= {(plan.metadata.name, claim): since for claim, since in reported.items()}
+    return idle_since
 
 
 def preview_of(
@@ -67,16 +77,16 @@ def _spare_protected(search: PreemptionSearch, evictor: Evictor, preemption: Pre
     If only all units together are protected, the one that costs most is left out.
     """
     units = sorted(preemption.victims.units, key=lambda unit: unit.cost)
-    protected = {unit: why for unit in units if (why := _protection([unit], evictor, running)) is not None}
-    if not protected and (why := _protection(units, evictor, running)) is not None:
+    protected = {unit: why for unit in units if (why := protection_of(running.of_units([unit]), evictor)) is not None}
+    if not protected and (why := protection_of(running.of_units(units), evictor)) is not None:
         protected = {units[-1]: f"{why} together with others"}
     search.protected |= {unit.pods: why for unit, why in protected.items()}
     return bool(protected)
 
 
-def _protection(units: Iterable[VictimUnit], evictor: Evictor, running: RunningPods) -> str | None:
-    """Why the pods of ``units`` must not be evicted together, or None."""
-    for _, of_namespace in groupby(running.of_units(units), key=lambda pod: pod.metadata.namespace):
+def protection_of(pods: Iterable[Pod], evictor: Evictor) -> str | None:
+    """Why ``pods``, which are in the order of their namespaces, must not be evicted together, or None."""
+    for _, of_namespace in groupby(pods, key=lambda pod: pod.metadata.namespace):
         try:
             protection = evictor.protection(list(of_namespace))
         except ApiError as error:

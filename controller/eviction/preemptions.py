@@ -1,7 +1,7 @@
 """Evictions for waiting pods of higher priority, as GpuPolicies allow them; the mode DryRun only reports them.
 
-Without a policy that enables preemption, one list of the policies is all that is read. Otherwise a turn reads all pods
-and claims, so pauses grow with the time that a turn takes.
+Without a policy that enables preemption or reclaim, one list of the policies is all that is read. Otherwise a turn
+reads all pods, claims and plans, so pauses grow with the time that a turn takes.
 
 The GPUs of the victims are reserved for the waiting pod before the first eviction, in the fence's ConfigMap: for its
 claims, and for the pod itself if the scheduler makes its claim only when it has chosen devices (extended resources). As
@@ -24,9 +24,10 @@ from controller.demand.feasibility import Feasibility
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.eviction.evictor import Evictor, Outcome, Trigger, pod_reference
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, parse_policy, read_policies
-from controller.eviction.preemption import HAS_ENDED, Preemption, RunningPods
+from controller.eviction.preemption import HAS_ENDED, Preemption, PreemptionSearch, RunningPods
 from controller.eviction.preemption_preview import Preview, preview_of, read_running
 from controller.eviction.recent_evictions import EvictionCause
+from controller.eviction.reclaim import RECLAIMED, IdlePods
 from driver.errors import NOT_FOUND, ApiError, UsageError, accepted_status
 from driver.kube.client import KubeClient
 from driver.kube.events import Recorder, Type
@@ -82,15 +83,30 @@ class ReservingFence(Protocol):
 
 
 class ChosenVictims(NamedTuple):
-    """Pods that may be evicted for ``pod``, each with the policy that decides over it."""
+    """Pods that may be evicted for ``pod``, each with the policy that decides over it.
+
+    ``idle``: the UIDs of those that may be evicted only because they are idle.
+    """
 
     pod: Pod
     preemption: Preemption
     victims: list[tuple[Pod, GpuPolicy]]
+    idle: frozenset[str]
 
     @property
     def names(self) -> list[str]:
         return [str(victim.metadata.key) for victim, _ in self.victims]
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the policies let all be evicted, not only be reported."""
+        return all(
+            policy.spec.evicts_idle if self.trigger(victim) is Trigger.RECLAIM else policy.spec.mode == "Active"
+            for victim, policy in self.victims
+        )
+
+    def trigger(self, victim: Pod) -> Trigger:
+        return Trigger.RECLAIM if victim.metadata.uid in self.idle else Trigger.PREEMPTION
 
     @property
     def policies(self) -> list[GpuPolicy]:
@@ -115,6 +131,7 @@ class Preemptions:
     ) -> None:
         self._client, self._queue, self._failure, self._driver_name = client, queue, failure, driver_name
         self._evictor, self._recorder, self._reservations = evictor, recorder, reservations
+        self._idle_pods = IdlePods(evictor, recorder, client.clock)
         self._counted: dict[str, frozenset[str]] = {}
         """By UID of a waiting pod, the victims that were counted last."""
         self._evicted: dict[frozenset[str], ChosenVictims] = {}
@@ -189,7 +206,8 @@ class Preemptions:
                 policies.append(parse_policy(manifest, "no policy counts: this one"))
             except UsageError as error:
                 is_valid = False
-                about = _reference(manifest["metadata"]["name"], manifest["metadata"]["uid"])
+                name, uid = manifest["metadata"]["name"], manifest["metadata"]["uid"]
+                about = Reference("GpuPolicy", name, uid=uid, api_version=API_VERSION)
                 self._recorder.event(about, INVALID, str(error), "Warning", lasting=True)
         return policies if is_valid else []
 
@@ -201,31 +219,36 @@ class Preemptions:
         served = frozenset[str]().union(*reserved.values())
         enabled = [policy.spec.preemption for policy in policies if policy.spec.preemption.enabled]
         namespaces = {name for rules in enabled for name in rules.by_namespaces}
+        reclaims = any(policy.spec.reclaim is not None for policy in policies)
         served |= {pod.metadata.uid for item in queue.pending if served & _uids_of(item) for pod in item.pods}
-        candidates = (pod for pod in queue.pods if pod.metadata.namespace in namespaces and pod.lacks_devices)
-        waiting = [pod for pod in candidates if pod.metadata.uid not in served]
+        lacking = (pod for pod in queue.pods if pod.lacks_devices and pod.metadata.uid not in served)
+        waiting = [pod for pod in lacking if reclaims or pod.metadata.namespace in namespaces]
         self._counted = {uid: self._counted[uid] for pod in waiting if (uid := pod.metadata.uid) in self._counted}
-        if not waiting:
+        if not waiting and not reclaims:
             return False
-        waiting.sort(key=lambda pod: (-pod.spec.priority, pod.metadata.creation_timestamp or "", pod.metadata.key))
         self._evictor.recent.refresh()
+        waiting.sort(key=lambda pod: (-pod.spec.priority, pod.metadata.creation_timestamp or "", pod.metadata.key))
+        waiting.sort(key=self._evictor.has_lost_pods)  # the others first: nobody is evicted for these
         running, by_policy = read_running(self._client), GpuPolicies(policies)
         for pod in waiting[:PODS_PER_TURN]:
             preview = preview_of(self._client, queue, pod, running, by_policy, self._evictor)
             if preview.preemption is None or preview.unexamined:
-                self._tell_blocked(preview)
+                if pod.metadata.namespace in namespaces:
+                    self._tell_blocked(preview)
                 continue
-            chosen = self._chosen(pod, preview.preemption, running, by_policy)
-            if not _is_active(chosen):
+            chosen = self._chosen(preview.search, preview.preemption, running)
+            if not chosen.is_active:
                 self._tell(chosen)
             elif self._evict(chosen, queue):
                 return True
+        self._idle_pods.turn(by_policy, running)
         return False
 
-    def _chosen(self, pod: Pod, preemption: Preemption, running: RunningPods, policies: GpuPolicies) -> ChosenVictims:
-        pods = running.of_units(preemption.victims.units)
-        decided = [(victim, policies.of_pod(victim.metadata.namespace, running.classes(victim))) for victim in pods]
-        return ChosenVictims(pod, preemption, [(victim, policy) for victim, policy in decided if policy is not None])
+    def _chosen(self, search: PreemptionSearch, preemption: Preemption, running: RunningPods) -> ChosenVictims:
+        pods, rules = running.of_units(preemption.victims.units), search.rules
+        victims = [(victim, policy) for victim in pods if (policy := rules.policy(victim)) is not None]
+        idle = frozenset(victim.metadata.uid for victim in pods if rules.why_busy_spared(victim) is not None)
+        return ChosenVictims(search.pod, preemption, victims, idle)
 
     def _tell_blocked(self, preview: Preview) -> None:
         """Say on a pod for which room could be made that nobody is evicted for it."""
@@ -243,8 +266,8 @@ class Preemptions:
         self._tell_policies(chosen, WOULD_EVICT, limit or "")
         if limit is None and self._counted.get(uid) != names:
             self._counted[uid] = names
-            for _ in names:
-                self._evictor.count(Trigger.PREEMPTION, Outcome.DRY_RUN)
+            for victim, _ in chosen.victims:
+                self._evictor.count(chosen.trigger(victim), Outcome.DRY_RUN)
 
     def _tell_hanging(self, chosen: ChosenVictims) -> None:
         """Say which victims have not ended, if there are any. The next search leaves them out. Raises ApiError."""
@@ -255,7 +278,7 @@ class Preemptions:
             return
         text = f"{_described(chosen)}, but have not ended {RESERVATION_SECONDS:.0f} s after the longest grace period"
         for policy in chosen.policies:  # the next Event about this waiting pod does not replace these
-            self._recorder.event(_reference(policy.metadata.name, policy.metadata.uid), BLOCKED, text, "Warning")
+            self._recorder.event(policy.reference, BLOCKED, text, "Warning")
         message = f"pods that were evicted for it have not ended, so that others are looked for: {_named(chosen)}"
         self._recorder.event(pod_reference(chosen.pod), BLOCKED, message, "Warning")
 
@@ -282,9 +305,9 @@ class Preemptions:
                     break
                 cause = EvictionCause(policy=policy.metadata.name, contender=str(chosen.pod.metadata.key))
                 cause["gpu_hours"] = hours[str(victim.metadata.key)]
-                if self._evictor.evict(victim, Trigger.PREEMPTION, **cause):
-                    message = _for_victim(chosen, victim)
-                    self._recorder.event(pod_reference(victim), PREEMPTED_FOR, message, "Warning")
+                if self._evictor.evict(victim, chosen.trigger(victim), **cause):
+                    reason = RECLAIMED if victim.metadata.uid in chosen.idle else PREEMPTED_FOR
+                    self._recorder.event(pod_reference(victim), reason, _for_victim(chosen, victim), "Warning")
         except ApiError as error:
             log.warning("evictions end early", extra={"pod": str(chosen.pod.metadata.key), "error": str(error)})
             self._tell_policies(chosen, BLOCKED, f"an eviction failed: {error}")
@@ -302,7 +325,7 @@ class Preemptions:
             return limit
         try:
             for victim, _ in chosen.victims:
-                self._evictor.evict(victim, Trigger.PREEMPTION, is_rehearsal=True)
+                self._evictor.evict(victim, chosen.trigger(victim), is_rehearsal=True)
         except ApiError as error:
             return f"the API server refuses an eviction: {error}"
         return None if self._still_waits(chosen.pod) else "the pod does not wait any more"
@@ -335,9 +358,8 @@ class Preemptions:
     def _tell_policies(self, chosen: ChosenVictims, reason: str, obstacle: str = "") -> None:
         text = _described(chosen) + (f", but {obstacle}" if obstacle else "")
         for policy in chosen.policies:
-            about = _reference(policy.metadata.name, policy.metadata.uid)
             level: Type = "Warning" if obstacle else "Normal"
-            self._recorder.event(about, reason, text, level, chosen.pod.metadata.uid, lasting=True)
+            self._recorder.event(policy.reference, reason, text, level, chosen.pod.metadata.uid, lasting=True)
 
 
 def _uids_of(pending: PendingClaim) -> frozenset[str]:
@@ -347,17 +369,15 @@ def _uids_of(pending: PendingClaim) -> frozenset[str]:
 
 def _described(chosen: ChosenVictims) -> str:
     pod, cost = chosen.pod, chosen.preemption.victims.cost
+    idle = cost.pods - cost.busy
     names = chosen.names
     more = f" and {len(names) - SHOWN_PODS} more" if len(names) > SHOWN_PODS else ""
-    mode = "these are evicted" if _is_active(chosen) else "in the mode Active these would be evicted"
+    mode = "these are evicted" if chosen.is_active else "in the mode Active these would be evicted"
     return (
         f"for pod {pod.metadata.key} of priority {pod.spec.priority} {mode} on node {chosen.preemption.node}: "
         f"{', '.join(names[:SHOWN_PODS])}{more}, of priority {cost.priority} at most; {cost.gpu_hours:g} GPU hours lost"
+        f"{f'; {idle} of them idle' if idle else ''}"
     )
-
-
-def _is_active(chosen: ChosenVictims) -> bool:
-    return all(policy.spec.mode == "Active" for policy in chosen.policies)
 
 
 def _named(chosen: ChosenVictims) -> str:
@@ -373,8 +393,5 @@ def _for_victim(chosen: ChosenVictims, victim: Pod) -> str:
     pod = chosen.pod
     is_own = victim.metadata.namespace == pod.metadata.namespace
     whom = f"pod {pod.metadata.name}" if is_own else f"a pod of namespace {pod.metadata.namespace}"
-    return f"evicted for {whom} of priority {pod.spec.priority}, which waits for its devices"
-
-
-def _reference(name: str, uid: str) -> Reference:
-    return Reference("GpuPolicy", name, uid=uid, api_version=API_VERSION)
+    why = ": they are idle" if victim.metadata.uid in chosen.idle else ""
+    return f"evicted for {whom} of priority {pod.spec.priority}, which waits for its devices{why}"

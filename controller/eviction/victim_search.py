@@ -30,19 +30,24 @@ class Tries:
 class EvictionCost(NamedTuple):
     """What a set of victims costs, in the order in which costs are compared; they are added up, but for ``priority``.
 
-    ``priority``: the highest of the pods. ``gpu_hours``: lost work, as the part of GPUs times the hours since the last
+    ``priority``: the highest of the pods. ``busy``: pods that are not known to be idle. ``recency``: seconds that idle
+    ones lack of being idle for a month. ``gpu_hours``: lost work, as the part of GPUs times the hours since the last
     checkpoint. ``slices``: memory slices that are freed.
     """
 
     priority: int = -(1 << 31)
+    busy: int = 0
     pods: int = 0
+    recency: int = 0
     gpu_hours: float = 0.0
     slices: float = 0.0
 
     def plus(self, other: EvictionCost) -> EvictionCost:
         return EvictionCost(
             max(self.priority, other.priority),
+            self.busy + other.busy,
             self.pods + other.pods,
+            self.recency + other.recency,
             self.gpu_hours + other.gpu_hours,
             self.slices + other.slices,
         )

@@ -83,11 +83,13 @@ class OwnerReference(Struct, frozen=True):
 class Annotations(Struct, frozen=True):
     """``volcano_group``: of a pod, the PodGroup with which Volcano schedules it.
 
-    ``checkpointed_at``: of a pod, when its work was saved last (RFC 3339), as it says itself.
+    ``checkpointed_at``: of a pod, when its work was saved last (RFC 3339), as it says itself. ``keep_until``: of a pod,
+    until when it may be idle and keep its devices, as its owner says.
     """
 
     volcano_group: str = msgspec.field(default="", name="scheduling.k8s.io/group-name")
     checkpointed_at: str = msgspec.field(default="", name="gpu.tessera.dev/checkpointed-at")
+    keep_until: str = msgspec.field(default="", name="gpu.tessera.dev/keep-until")
 
 
 class Metadata(ObjectMeta, frozen=True, rename="camel", omit_defaults=True):

@@ -12,7 +12,7 @@ from controller.demand.pending_claims import Queue, held_with_claims
 from controller.eviction.evictor import MOST_OF_OWNER, Evictor, Job
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, parse_policy
 from controller.eviction.preemption import PODS, Preemption, PreemptionSearch, RunningPods
-from controller.eviction.preemption_preview import BOUND, MAX_ROUNDS, Preview, preview_of
+from controller.eviction.preemption_preview import BOUND, MAX_ROUNDS, Preview, preview_of, read_idle_since
 from controller.eviction.recent_evictions import RecentEvictions
 from deviceclasses.lint.documents import Document, read_documents
 from driver.clock import Clock
@@ -55,6 +55,7 @@ class VictimFinder:
         running = read_all(client, "/api/v1/pods", Pod, BOUND) if client is not None else ()
         self._running = {pod.metadata.key: pod for pod in running}
         self._jobs = [*jobs, *(read_all(client, JOBS, Job) if client is not None else ())]
+        self._idle_since = read_idle_since(client) if client is not None else {}
 
     def find(self, cluster: ImaginedCluster, placements: Iterable[PodPlacement]) -> list[Preview]:
         """The victims for each pod without a place, those of the highest priority first.
@@ -70,7 +71,7 @@ class VictimFinder:
         cluster.expect(waiting)  # pods of a gang, too
         for pod in sorted(waiting, key=lambda pod: -pod.spec.priority)[:MAX_PODS]:
             nodes = [_with_resources(node, pod) for node in self._nodes]
-            running = RunningPods(self._running.values(), self._claims.values(), nodes, self._jobs)
+            running = RunningPods(self._running.values(), self._claims.values(), nodes, self._jobs, self._idle_since)
             preview = self._preview(cluster.queue(), pod, running)
             previews.append(preview)
             if preview.preemption is not None:

@@ -13,7 +13,7 @@ from controller.cluster.fleet import FleetGpu
 from controller.demand.pending_claims import Queue
 from controller.eviction.evictor import Job
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy
-from controller.eviction.preemption import Preemption, PreemptionSearch, RunningPods
+from controller.eviction.preemption import MONTH_SECONDS, Preemption, PreemptionSearch, RunningPods
 from controller.eviction.victim_search import EvictionCost
 from driver.kube.types import Node, Pod
 from tests.support.clock import FakeClock
@@ -26,6 +26,9 @@ NOW = "2026-11-21T00:16:40Z"
 WAITING, PRIORITY = "pod-of-claim", 10
 SLICES = 8
 """Of an H100."""
+
+YESTERDAY, SIX_HOURS_AGO = "2026-11-20T00:00:00Z", "2026-11-20T18:16:40Z"
+IDLE_BY_DEFAULT_HOURS = 0.25
 
 EVERYBODY: dict[str, Any] = {"preemption": {"enabled": True, "byNamespaces": ["default"]}}
 
@@ -45,6 +48,7 @@ class Contest:
         """Of the eviction of each pod that runs."""
         self._on_nodes: dict[str, list[str]] = {}
         self._cpu, self._uses = int(cpu), dict[str, int]()
+        self.idle = dict[tuple[str, str], int]()
         for name in {entry.node for entry in gpus}:
             node = {"metadata": {"name": name}, "status": {"allocatable": {"cpu": cpu, "pods": "110"}}}
             self.there.nodes[name] = msgspec.convert(node, Node)
@@ -64,12 +68,13 @@ class Contest:
         pool = f"{node}-{DRIVER}"
         results = [{"request": "gpu", "driver": DRIVER, "pool": pool, "device": device} for device in devices]
         reserved = [{"resource": "pods", "name": name, "uid": name}]
-        status = {"allocation": {"devices": {"results": results}}, "reservedFor": reserved, **(claim or {})}
-        self.there.claim(name, request(), status=status)
+        allocation = {"allocation": {"devices": {"results": results}}, "reservedFor": reserved, **(claim or {})}
+        self.there.claim(name, request(), status=allocation)
         metadata = {"ownerReferences": [OWNER], **pod.pop("metadata", {})}
-        running = {"phase": "Running", "startTime": since, "conditions": [{"type": "Ready", "status": "True"}]}
+        ready = {"type": "Ready", "status": "True", "lastTransitionTime": since}
+        status = pod.pop("status", {"phase": "Running", "startTime": since, "conditions": [ready]})
         pod |= _requests(cpu)
-        self.there.pod(name, name, nodeName=node, priority=priority, metadata=metadata, status=running, **pod)
+        self.there.pod(name, name, nodeName=node, priority=priority, metadata=metadata, status=status, **pod)
         slices = sum(
             device.mask.bit_count()
             for entry in self.there.gpus
@@ -78,9 +83,15 @@ class Contest:
         )
         age = datetime.fromisoformat(NOW) - datetime.fromisoformat(since)
         gpu_hours = age.total_seconds() / 3600 * slices / SLICES
-        self.costs[name] = EvictionCost(priority=priority, pods=1, gpu_hours=gpu_hours, slices=float(slices))
+        self.costs[name] = EvictionCost(priority, busy=1, pods=1, gpu_hours=gpu_hours, slices=float(slices))
         self._on_nodes.setdefault(node, []).append(name)
         self._uses[name] = cpu
+
+    def is_idle(self, name: str, hours: float, node: str = "a") -> None:
+        """The node reports that the claim of the pod ``name``, which has run for longer, is not used for so long."""
+        self.idle[node, f"default/{name}"] = int(FakeClock().now().timestamp() - hours * 3600)
+        if hours >= IDLE_BY_DEFAULT_HOURS:
+            self.costs[name] = self.costs[name]._replace(busy=0, recency=MONTH_SECONDS - int(hours * 3600))
 
     def search(
         self, *policies: GpuPolicy, selector: str = FULL, count: int = 1, cpu: int = 0, **pod: Any
@@ -91,7 +102,7 @@ class Contest:
         queue = self.there.queue
         [waiting] = [item for item in queue.pods if item.metadata.name == WAITING]
         bound = [item for item in self.there.pods if item.metadata.name in self.costs]
-        running = RunningPods(bound, self.there.claims, self.there.nodes.values(), self.jobs)
+        running = RunningPods(bound, self.there.claims, self.there.nodes.values(), self.jobs, self.idle)
         return PreemptionSearch(queue, waiting, running, GpuPolicies(policies or [policy(**EVERYBODY)]), FakeClock())
 
     def cheapest_of_all(self) -> EvictionCost | None:

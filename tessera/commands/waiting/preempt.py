@@ -55,7 +55,8 @@ def preempt(
     NAME is a claim, or pod/NAME. Nothing is evicted, and nothing is written to the cluster: the command tries what the
     GpuPolicies of the cluster, or those of files, would allow. It shows the cheapest set of victims, what the second
     best would cost, and why other pods are spared. Costs are compared in this order: highest priority of a victim,
-    pods, hours of GPU time that are lost, memory slices that are freed.
+    pods that are not known to be idle, all pods, time for which idle ones have been idle, hours of GPU time that are
+    lost, memory slices that are freed.
 
     Exit code 0: there is such a set; 1: there is none.
 
@@ -119,7 +120,8 @@ def _as_json(preview: Preview, second: SecondBest | None) -> dict[str, Any]:
 
 
 def _cost(cost: EvictionCost) -> dict[str, Any]:
-    return {"priority": cost.priority, "pods": cost.pods, "gpuHours": cost.gpu_hours, "slices": cost.slices}
+    pods = {"pods": cost.pods, "idlePods": cost.pods - cost.busy}
+    return {"priority": cost.priority, **pods, "gpuHours": cost.gpu_hours, "slices": cost.slices}
 
 
 def _victim(unit: VictimUnit) -> dict[str, Any]:
@@ -160,7 +162,8 @@ def _of_victims(preemption: Preemption, second: SecondBest | None) -> Iterator[s
 
 def _in_words(cost: EvictionCost) -> str:
     lost = f"{cost.gpu_hours:g} GPU hours lost, {cost.slices:g} memory slices freed"
-    return f"{counted(cost.pods, 'pod')} of priority {cost.priority} at most, {lost}"
+    idle = f" ({cost.pods - cost.busy} idle)" if cost.busy < cost.pods else ""
+    return f"{counted(cost.pods, 'pod')}{idle} of priority {cost.priority} at most, {lost}"
 
 
 def _cells(cost: EvictionCost) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from controller.eviction.gpu_policy import EvictionBudget, PolicySpec, PreemptionRules, QuietHours
+from controller.eviction.gpu_policy import EvictionBudget, PolicySpec, PreemptionRules, QuietHours, ReclaimRules
 from deviceclasses.cel.engine import Program, compile_selector, from_slice_device
 from driver.config.opaque_parameters import GpuConfig, MigDeviceConfig, ShareConfig, parse_parameters
 from driver.hardware.gpu_properties import known_memory
@@ -359,6 +359,10 @@ def test_the_api_server_takes_the_fields_of_a_policy_that_the_controller_reads()
         assert schema["properties"][part]["properties"].keys() == fields
     hours = schema["properties"]["quietHours"]["items"]
     assert without_words(hours) == without_words(QuietHours.model_json_schema())
+    reclaim = schema["properties"]["reclaim"]
+    assert without_words(reclaim) == without_words(ReclaimRules.model_json_schema())
+    defaults = {name: field["default"] for name, field in reclaim["properties"].items()}
+    assert defaults == ReclaimRules().model_dump(by_alias=True)
     assert schema["properties"]["mode"]["enum"] == list(get_args(PolicySpec.model_fields["mode"].annotation))
 
 

@@ -13,7 +13,7 @@ from controller.cluster.fleet import FleetGpu
 from controller.eviction.evictor import Job
 from controller.eviction.gpu_policy import GpuPolicy
 from controller.eviction.victim_search import EvictionCost
-from tests.support.preemption import EVERYBODY, NOW, OWNER, Contest, names, policy
+from tests.support.preemption import EVERYBODY, NOW, OWNER, SIX_HOURS_AGO, YESTERDAY, Contest, names, policy
 from tests.support.queues import FULL, fleet_gpu, node_of, profile, request
 
 
@@ -31,7 +31,7 @@ def test_the_pod_of_the_lowest_priority_ends_and_the_second_best_is_told() -> No
     assert names(preemption) == ["p1"]
     assert preemption is not None
     assert preemption.victims.is_cheapest
-    assert search.second(preemption) == ("a", EvictionCost(3, 1, 0.0, 8.0))
+    assert search.second(preemption) == ("a", EvictionCost(priority=3, busy=1, pods=1, slices=8.0))
 
 
 def test_of_equal_priorities_the_fewest_pods_end() -> None:
@@ -45,11 +45,94 @@ def test_of_equal_priorities_the_fewest_pods_end() -> None:
 
 
 def test_of_equal_pods_the_one_ends_that_saved_its_work_last() -> None:
-    contest, yesterday = Contest(node_of("a", "full", gpus=2)), "2026-11-20T00:00:00Z"
-    contest.runs("unsaved", "a", "gpu-0", since=yesterday)
+    contest = Contest(node_of("a", "full", gpus=2))
+    contest.runs("unsaved", "a", "gpu-0", since=YESTERDAY)
     saved = {"annotations": {"gpu.tessera.dev/checkpointed-at": NOW}}
-    contest.runs("saved", "a", "gpu-1", since=yesterday, metadata=saved)
+    contest.runs("saved", "a", "gpu-1", since=YESTERDAY, metadata=saved)
     assert names(contest.search().best()) == ["saved"]
+
+
+def test_of_equal_priorities_the_idle_pods_end_even_if_they_are_more_and_have_lost_more() -> None:
+    contest = Contest(
+        [fleet_gpu("a", 0, "NVIDIA H100 80GB HBM3", "mig-1g10gb-0", "mig-1g10gb-1"), *node_of("b", "full", gpus=1)]
+    )
+    for number in range(2):
+        contest.runs(f"small-{number}", "a", f"gpu-0-mig-1g10gb-{number}", since=YESTERDAY)
+        contest.is_idle(f"small-{number}", hours=20)
+    contest.runs("large", "b", "gpu-0")
+    preemption = contest.search().best()
+    assert names(preemption) == ["small-0", "small-1"]
+    assert preemption is not None
+    assert (preemption.victims.cost.busy, preemption.victims.cost.pods) == (0, 2)
+
+
+def test_of_equal_idle_pods_the_one_ends_that_has_been_idle_for_longest() -> None:
+    contest = Contest(node_of("a", "full", gpus=3))
+    for number, hours in enumerate((2, 9, 4)):
+        contest.runs(f"p{number}", "a", f"gpu-{number}", since=YESTERDAY)
+        contest.is_idle(f"p{number}", hours)
+    assert names(contest.search().best()) == ["p1"]
+
+
+RECLAIM: dict[str, Any] = {"idleAfter": "1h", "action": "Evict", "keepAtMost": "8h"}
+CLAIMS_OF_TWO = {
+    "resourceClaims": [{"name": "gpu", "resourceClaimName": "p"}, {"name": "nic", "resourceClaimName": "n"}]
+}
+
+
+def ready_since(time: str, phase: str = "Running") -> dict[str, Any]:
+    ready = {"type": "Ready", "status": "True", "lastTransitionTime": time}
+    return {"phase": phase, "startTime": YESTERDAY, "conditions": [ready]}
+
+
+@pytest.mark.parametrize(
+    ("hours", "pod", "is_taken"),
+    [
+        pytest.param(2, {}, True, id="idle"),
+        pytest.param(2, {"priority": 100}, True, id="idle with a higher priority than the waiting pod"),
+        pytest.param(0.9, {}, False, id="not for long enough"),
+        pytest.param(None, {}, False, id="unknown"),
+        pytest.param(-2, {}, False, id="a clock that is ahead"),
+        pytest.param(20, {"since": NOW}, False, id="the pod has just started"),
+        pytest.param(20, {"status": ready_since(NOW)}, False, id="its images were pulled until now"),
+        pytest.param(20, {"status": ready_since(YESTERDAY, "Pending")}, False, id="it still pulls its images"),
+        pytest.param(20, {"status": ready_since("")}, False, id="it is not known since when it is ready"),
+        pytest.param(20, CLAIMS_OF_TWO, False, id="what its other claim does is unknown"),
+        pytest.param(2, {"keep": "2026-11-21T00:20:00Z"}, False, id="kept"),
+        pytest.param(2, {"keep": "2026-11-21T03:20:00+03:00"}, False, id="kept, in another zone"),
+        pytest.param(2, {"keep": NOW}, True, id="kept until now"),
+        pytest.param(7.9, {"keep": "9999-12-31T23:59:59Z"}, False, id="kept for as long as it may"),
+        pytest.param(8, {"keep": "9999-12-31T23:59:59Z"}, True, id="kept for longer than it may"),
+        pytest.param(2, {"keep": "tomorrow"}, True, id="kept until an unknown time"),
+        pytest.param(2, {"keep": "2026-11-22T00:00:00"}, True, id="kept until a time without a zone"),
+        pytest.param(2, {"keep": "0001-01-01T00:00:00+14:00"}, True, id="kept until a time before all times"),
+        pytest.param(2, {"keep": "9" * 100_000}, True, id="kept by a very long text"),
+        pytest.param(2, {"metadata": {"ownerReferences": []}}, False, id="no controller"),
+    ],
+)  # fmt: skip
+def test_idle_devices_are_taken_whatever_the_priority_unless_they_are_kept(
+    hours: float | None, pod: dict[str, Any], is_taken: bool
+) -> None:
+    contest, keep = Contest(node_of("a", "full", gpus=1)), pod.pop("keep", None)
+    metadata = {"annotations": {"gpu.tessera.dev/keep-until": keep}} if keep else {}
+    contest.runs("p", "a", "gpu-0", **{"priority": 10, "since": YESTERDAY, "metadata": metadata, **pod})
+    if hours is not None:
+        contest.is_idle("p", hours)
+    assert names(contest.search(policy(reclaim=RECLAIM)).best()) == (["p"] if is_taken else [])
+
+
+def test_idle_pods_are_spared_without_a_policy_that_reclaims() -> None:
+    contest = Contest(node_of("a", "full", gpus=1))
+    contest.runs("p", "a", "gpu-0", priority=10, since=YESTERDAY)
+    contest.is_idle("p", hours=20)
+    assert contest.search(policy(**EVERYBODY)).best() is None
+
+
+def test_a_node_reports_of_no_claims_on_other_nodes() -> None:
+    contest = Contest([*node_of("a", "full", gpus=1), *node_of("b", "full", gpus=1)])
+    contest.runs("p", "a", "gpu-0", priority=10, since=YESTERDAY)
+    contest.is_idle("p", hours=20, node="b")
+    assert contest.search(policy(reclaim=RECLAIM), count=2).best() is None
 
 
 @pytest.mark.parametrize("written", ["yesterday", "2026-11-21T00:00:00", "9999-12-31T23:59:59Z", "x" * 10_000])
@@ -210,7 +293,9 @@ def contests(draw: st.DrawFn) -> tuple[Contest, dict[str, Any]]:
             pods += [(node, device, draw(st.integers(0, 12))) for device in devices]
     contest = Contest(gpus)
     for index, (node, device, priority) in enumerate(pods):
-        contest.runs(f"p{index}", node, device, priority=priority)
+        contest.runs(f"p{index}", node, device, priority=priority, since=SIX_HOURS_AGO)
+        if draw(st.booleans()):
+            contest.is_idle(f"p{index}", draw(st.sampled_from([0.0, 0.2, 1.0, 5.0])), node)
     selector = draw(st.sampled_from([FULL, profile("3g.40gb"), profile("1g.10gb"), profile("7g.80gb")]))
     return contest, {"selector": selector, "count": draw(st.integers(1, 2))}
 

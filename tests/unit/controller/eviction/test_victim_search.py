@@ -16,7 +16,9 @@ SLICES = 8
 COSTS = st.builds(
     EvictionCost,
     priority=st.integers(-2, 3),
+    busy=st.integers(0, 3),
     pods=st.integers(1, 3),
+    recency=st.integers(0, 5),
     gpu_hours=st.integers(0, 8).map(lambda quarters: quarters / 4),
     slices=st.integers(1, SLICES).map(float),
 )
@@ -74,7 +76,7 @@ def test_no_set_of_victims_is_cheaper(search: tuple[list[VictimUnit], int, victi
 
 def test_of_many_equal_pods_a_set_is_found_that_has_no_superfluous_one() -> None:
     units = [
-        VictimUnit((f"pod-{number}",), frozenset(), frozenset({"gpu-0"}), EvictionCost(0, 1, 0.0, 0.1))
+        VictimUnit((f"pod-{number}",), frozenset(), frozenset({"gpu-0"}), EvictionCost(priority=0, pods=1, slices=0.1))
         for number in range(70)
     ]
     gone_at_least = 35
