@@ -277,10 +277,11 @@ class Preemptions:
         if not chosen.victims:
             return
         text = f"{_described(chosen)}, but have not ended {RESERVATION_SECONDS:.0f} s after the longest grace period"
-        for policy in chosen.policies:  # the next Event about this waiting pod does not replace these
-            self._recorder.event(policy.reference, BLOCKED, text, "Warning")
+        series = f"{chosen.pod.metadata.uid} hanging"  # what the next search finds does not replace it
+        for policy in chosen.policies:
+            self._recorder.event(policy.reference, BLOCKED, text, "Warning", series)
         message = f"pods that were evicted for it have not ended, so that others are looked for: {_named(chosen)}"
-        self._recorder.event(pod_reference(chosen.pod), BLOCKED, message, "Warning")
+        self._recorder.event(pod_reference(chosen.pod), BLOCKED, message, "Warning", series)
 
     def _evict(self, chosen: ChosenVictims, queue: Queue) -> bool:
         """Reserve the GPUs of the victims and evict them, all or nobody. Returns whether there is a reservation."""

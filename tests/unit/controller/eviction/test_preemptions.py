@@ -388,6 +388,22 @@ def owner_of(number: int) -> dict[str, Any]:
     return {**OWNER, "name": f"web-{number}", "uid": f"owner-{number}"}
 
 
+def test_a_victim_that_has_not_ended_is_named_on_the_waiting_pod_though_there_is_no_other(site: Site) -> None:
+    site.turn(policy("notebooks", **ACTIVE))
+    site.reserved.is_overdue = True
+    site.preemptions.turn()
+
+    def told() -> list[str]:
+        blocked = [event for event in site.told() if event[:2] == ("pod-of-claim", "PreemptionBlocked")]
+        return sorted(message for _, _, message in blocked)
+
+    eventually(lambda: len(told()) == 2, "both are said")
+    assert told() == [
+        "no pod is evicted for it: no set of pods that may be evicted makes room for it (tessera preempt)",
+        "pods that were evicted for it have not ended, so that others are looked for: notebook",
+    ]
+
+
 def test_the_devices_are_reserved_until_all_victims_must_have_ended(site: Site) -> None:
     site.contest = Contest(node_of("a", "full", gpus=2))
     site.contest.runs("quick", "a", "gpu-0")
