@@ -1,7 +1,7 @@
 """The victims that the search finds, compared with every set of pods, in random fleets of H100.
 
 A fleet has at most 2 nodes of 8 GPUs and 12 pods with devices. What is compared is the whole cost: highest priority,
-number of pods, GPU hours and memory slices. CPU of the nodes is scarce, too.
+pods that are not idle, number of pods, GPU hours and memory slices. CPU of the nodes is scarce, too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from tests.support.queues import FULL, fleet_gpu, profile
 NODES, GPUS, PODS = 2, 8, 12
 CPU_OF_NODE, MOST_CPU = 16, 4
 MOST_HOURS = 48
+IDLE = 0.3
+"""Part of the pods whose devices have not been used for some hours."""
+
 
 H100 = "NVIDIA H100 80GB HBM3"
 LAYOUTS = (
@@ -66,10 +69,13 @@ class RandomFleet:
         self.contest = Contest(gpus, cpu=str(CPU_OF_NODE))
         free_cpu = dict.fromkeys(nodes, CPU_OF_NODE)
         for number, (node, devices_of_pod) in enumerate(pods):
-            since = datetime.fromisoformat(NOW) - timedelta(hours=rng.randint(0, MOST_HOURS))
+            hours = rng.randint(0, MOST_HOURS)
+            since = f"{datetime.fromisoformat(NOW) - timedelta(hours=hours):%Y-%m-%dT%H:%M:%SZ}"
             cpu, priority = min(rng.randint(0, MOST_CPU), free_cpu[node]), rng.randint(0, PRIORITY + 2)
             free_cpu[node] -= cpu
-            self.contest.runs(f"p{number}", node, *devices_of_pod, since=since.isoformat(), cpu=cpu, priority=priority)
+            self.contest.runs(f"p{number}", node, *devices_of_pod, since=since, cpu=cpu, priority=priority)
+            if hours > 1 and rng.random() < IDLE:
+                self.contest.is_idle(f"p{number}", rng.randint(1, hours - 1), node)
         selector, most = rng.choice(list(WANTED.values()))
         self.search = self.contest.search(selector=selector, count=rng.randint(1, most), cpu=rng.randint(0, MOST_CPU))
 
