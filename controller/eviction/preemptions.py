@@ -45,6 +45,9 @@ INTERVAL_SECONDS, REST_FACTOR = 10.0, 5.0
 RESERVED_INTERVAL_SECONDS = 0.25
 """Between two turns while there is a reservation."""
 
+WAKE_INTERVAL_SECONDS, WAKE_SECONDS_PER_POD = 0.25, 0.00125
+"""Between two times that parked pods are woken: each costs the scheduler an attempt for every pod that waits."""
+
 MAX_RESERVATIONS = 20
 """Waiting pods for which GPUs are reserved at once."""
 
@@ -137,9 +140,7 @@ class Preemptions:
         self._evicted: dict[frozenset[str], ChosenVictims] = {}
         """By the UIDs for which GPUs are reserved, the pods that were evicted."""
         self._look_at = 0.0
-        self._reserved: Collection[PoolDevice] = ()
-        """The reservations of the last turn."""
-        self._wake_at, self._wake_interval = 0.0, RESERVED_INTERVAL_SECONDS
+        self._wake_at = 0.0
         self.loop = Loop("evicting pods for others", self.turn, 0.0)
 
     def turn(self) -> float:
@@ -152,8 +153,6 @@ class Preemptions:
         queue = decided.with_feasibility(Feasibility(present.fleet, present.matching, is_hypothetical=True))
         self._end_reservations(queue)
         reserved = self._reservations.reservations()
-        if reserved.keys() != self._reserved:
-            self._reserved, self._wake_at, self._wake_interval = reserved.keys(), 0.0, RESERVED_INTERVAL_SECONDS
         if reserved and began >= self._wake_at:
             self._wake(frozenset[str]().union(*reserved.values()), queue)
         rest = max(RESERVED_INTERVAL_SECONDS, REST_FACTOR * (time.monotonic() - began))
@@ -188,9 +187,9 @@ class Preemptions:
         needs = ((needed, queue.nodes_for(pod)) for pod in pods for needed in queue.combinations(pod))
         if any(queue.feasibility.may_fit(needed, nodes) for needed, nodes in needs):
             self._reservations.wake_parked_pods()
-            # It costs the scheduler an attempt for every pod that waits for devices.
-            self._wake_at = time.monotonic() + self._wake_interval
-            self._wake_interval *= 2
+            # The scheduler tries them in the order of their last attempts; each time a few at the front are refused.
+            seconds = max(WAKE_INTERVAL_SECONDS, WAKE_SECONDS_PER_POD * len(queue.pods))
+            self._wake_at = time.monotonic() + seconds
 
     def _read_policies(self) -> list[GpuPolicy]:
         """The policies of the cluster; none if one of them is not valid: it might forbid what another allows."""
