@@ -80,12 +80,14 @@ class FailurePattern(msgspec.Struct, frozen=True):
 
 
 class FailureRule(msgspec.Struct, frozen=True, rename="camel"):
+    """None: an empty list, as the API server may write it."""
+
     action: str = ""
-    on_pod_conditions: tuple[FailurePattern, ...] = ()
+    on_pod_conditions: tuple[FailurePattern, ...] | None = None
 
 
 class FailurePolicy(msgspec.Struct, frozen=True):
-    rules: tuple[FailureRule, ...] = ()
+    rules: tuple[FailureRule, ...] | None = None
 
 
 class JobSpec(msgspec.Struct, frozen=True, rename="camel"):
@@ -118,8 +120,8 @@ class Job(msgspec.Struct, frozen=True):
     def goes_on(self, evictions: int) -> bool:
         """Whether the Job goes on after so many evictions: its policy ignores them, or retries are left."""
         eviction = FailurePattern("DisruptionTarget")
-        for rule in self.spec.pod_failure_policy.rules:
-            if eviction in rule.on_pod_conditions:
+        for rule in self.spec.pod_failure_policy.rules or ():
+            if eviction in (rule.on_pod_conditions or ()):
                 return rule.action == "Ignore"
         failures = self.status.failed + self.status.terminating + evictions
         return self.spec.backoff_limit_per_index is None and failures <= self.spec.backoff_limit

@@ -245,6 +245,7 @@ def test_a_budget_does_not_protect_a_pod(site: Site, budget: tuple[str, int, int
 
 
 IGNORES = {"rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]}
+EXIT_CODES = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [1]}, "onPodConditions": None}
 FAILS = {"rules": [{"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]}
 
 
@@ -257,6 +258,9 @@ FAILS = {"rules": [{"action": "FailJob", "onPodConditions": [{"type": "Disruptio
         (0, {"backoffLimit": 0}, False),
         (0, {"backoffLimit": 0, "podFailurePolicy": IGNORES}, True),
         (0, {"podFailurePolicy": FAILS}, False),
+        (0, {"podFailurePolicy": {"rules": [EXIT_CODES]}}, True),
+        (6, {"podFailurePolicy": {"rules": [EXIT_CODES]}}, False),
+        (0, {"podFailurePolicy": {"rules": None}}, True),
         (0, {"backoffLimitPerIndex": 1}, False),
     ],
 )

@@ -255,6 +255,17 @@ def test_in_the_mode_active_the_gpu_is_reserved_for_the_claim_and_the_victim_evi
     assert ("notebooks", "Preempting") in told
 
 
+@pytest.mark.parametrize("rules", [None, [{"action": "FailJob", "onPodConditions": None}]])
+def test_a_job_of_some_namespace_with_an_empty_list_in_its_failure_policy_does_not_matter(
+    site: Site, rules: list[Object] | None
+) -> None:
+    """The API server writes it as null."""
+    path = "/apis/batch/v1/namespaces/other/jobs/train"
+    site.api.store(path, metadata={"name": "train"}, spec={"podFailurePolicy": {"rules": rules}})
+    site.turn(policy("notebooks", **ACTIVE))
+    assert site.api.evicted == ["notebook"]
+
+
 @pytest.fixture
 def counting(site: Site) -> Site:
     """The waiting pod requests an extended resource, and so has no claim before the scheduler has chosen a device."""
