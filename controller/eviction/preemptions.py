@@ -16,6 +16,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from random import sample
 from typing import NamedTuple, Protocol
 
 from controller.cluster.claim_index import PoolDevice, gpu_of
@@ -57,8 +58,8 @@ RESERVATION_SECONDS = 300.0
 MAX_RESERVED_CLAIMS = 8
 """Tenants choose how many claims a pod has: beyond, the pod is named in their place, so that the fence stays small."""
 
-PODS_PER_TURN = 5
-"""Waiting pods whose victims are looked for in a turn, those of the highest priority first."""
+FIRST_PODS, PODS_PER_TURN = 3, 5
+"""Waiting pods whose victims are looked for in a turn: those of the highest priority first, and others by chance."""
 
 SHOWN_PODS = 5
 
@@ -228,6 +229,7 @@ class Preemptions:
         self._evictor.recent.refresh()
         waiting.sort(key=lambda pod: (-pod.spec.priority, pod.metadata.creation_timestamp or "", pod.metadata.key))
         waiting.sort(key=self._evictor.has_lost_pods)  # the others first: nobody is evicted for these
+        waiting[FIRST_PODS:] = sample(waiting[FIRST_PODS:], len(waiting[FIRST_PODS:]))
         running, by_policy = read_running(self._client), GpuPolicies(policies)
         for pod in waiting[:PODS_PER_TURN]:
             preview = preview_of(self._client, queue, pod, running, by_policy, self._evictor)

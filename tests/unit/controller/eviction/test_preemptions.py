@@ -239,6 +239,18 @@ def test_a_turn_looks_for_victims_of_a_few_pods_only(site: Site) -> None:
     assert site.counted() == PODS_PER_TURN
 
 
+def test_pods_of_the_highest_priority_for_which_nothing_can_be_done_do_not_keep_others_from_their_turn(
+    site: Site,
+) -> None:
+    """Tenants choose how many pods wait, and for what."""
+    for number in range(2 * PODS_PER_TURN):
+        there, name = site.contest.there, f"more-{number}"
+        there.wants(request(selector=FULL, count=2), name=name, priority=20, status=REFUSED)
+    for _ in range(100):
+        site.turn(policy("notebooks", **ACTIVE))
+    assert site.api.evicted == ["notebook"]
+
+
 def test_in_the_mode_active_the_gpu_is_reserved_for_the_claim_and_the_victim_evicted(site: Site) -> None:
     site.turn(policy("notebooks", **ACTIVE))
     assert site.api.evicted == ["notebook"]
