@@ -283,6 +283,6 @@ class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
     def idle_since(self, now: float) -> dict[str, int]:
         """Since when (seconds since 1970) claims are idle, by name; empty if the report is out of date."""
         as_of, entries = read_time(self.idle_as_of), (entry.partition(" ") for entry in self.idle)
-        if as_of is None or now - as_of > 2 * IDLE_REPORT_SECONDS:
+        if as_of is None or abs(now - as_of) > 2 * IDLE_REPORT_SECONDS:  # a clock may have been set back
             return {}
         return {claim: at for claim, _, since in entries if (at := read_time(since)) is not None}

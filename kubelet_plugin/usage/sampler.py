@@ -15,7 +15,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Protocol
 
-from driver.clock import Clock, seconds_time
+from driver.clock import Clock, read_time, seconds_time
 from driver.errors import ApiError, HardwareError
 from driver.hardware.host import TimeoutRunner
 from driver.hardware.usage import UsageReader
@@ -123,7 +123,8 @@ class IdleClaims:
             busiest = min(of_claim, key=lambda usage: usage.idle_seconds)
             if busiest.idle_seconds >= IDLE_SECONDS:
                 key, began = (claim, busiest.totals.active_at), now - timedelta(seconds=busiest.idle_seconds)
-                since[key] = self._since.get(key) or seconds_time(began)
+                is_same = abs((read_time(self._since.get(key, "")) or 0) - began.timestamp()) < IDLE_SECONDS
+                since[key] = self._since[key] if is_same else seconds_time(began)  # a clock may have been set
         is_due = bool(since) and self._clock.monotonic() - self._reported_at >= IDLE_REPORT_SECONDS
         if is_due or since != self._since:
             self._since, self._reported_at = since, self._clock.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import msgspec
@@ -118,6 +119,33 @@ def test_an_end_of_the_plugin_makes_what_it_has_reported_unknown(tmp_path: Path)
     assert idle(node).keys() == {"claim"}
     node.time.now += IDLE_REPORT_SECONDS + 2 * INTERVAL
     assert idle(node) == {}
+
+
+class JumpingClock(FakeClock):
+    """``jump``: what has been added to the time of day since it was wrong."""
+
+    jump = timedelta()
+
+    def now(self) -> datetime:
+        return super().now() + self.jump
+
+
+@pytest.mark.parametrize("days", [-1, 1])
+def test_after_the_clock_of_the_api_server_was_set_no_claim_is_idle_for_longer_than_before(days: int) -> None:
+    clock = JumpingClock()
+    claims = IdleClaims(clock, lambda: None)
+
+    def idle_seconds() -> list[float]:
+        status, now = PlanStatus(idle=claims.report[0], idle_as_of=claims.report[1]), clock.now().timestamp()
+        return [now - since for since in status.idle_since(now).values()]
+
+    claims.check({("claim", "gpu-0"): idle_device("claim", 3600)})
+    assert idle_seconds() == [3600]
+    clock.jump = timedelta(days=days)
+    assert idle_seconds() == []
+    clock.advance(IDLE_REPORT_SECONDS)
+    claims.check({("claim", "gpu-0"): idle_device("claim", 3600 + IDLE_REPORT_SECONDS)})
+    assert idle_seconds() == [3600 + IDLE_REPORT_SECONDS]
 
 
 def test_nothing_is_written_while_claims_are_busy_and_little_while_they_are_idle(tmp_path: Path) -> None:
