@@ -86,5 +86,6 @@ class Situation:
         return {gpu_of(entry): uids for entry, uids in reservations_in(self.fenced).items()}
 
     def reserved_for(self, pending: PendingClaim) -> list[PoolDevice]:
-        """The GPUs that are reserved for a claim."""
-        return sorted(gpu for gpu, uids in self.reserved.items() if pending.uid in uids)
+        """The GPUs that are reserved for a claim or its pod."""
+        uids = {pending.uid, *(pod.metadata.uid for pod in pending.pods)}
+        return sorted(gpu for gpu, of in self.reserved.items() if not of.isdisjoint(uids))

@@ -167,7 +167,7 @@ def test_a_gpu_that_is_reserved_for_a_pod_is_allocated_for_no_other(
             if is_admitted:
                 allocate(scheduler, claim, device, pod=pod, dry_run=True)
                 continue
-            with pytest.raises(ApiError, match=f"Tessera has reserved {POOL}/{device.device} for a claim of higher"):
+            with pytest.raises(ApiError, match=f"Tessera has reserved {POOL}/{device.device} for another pod"):
                 allocate(scheduler, claim, device, pod=pod, dry_run=True)
     finally:
         scheduler.delete(f"{CLAIMS}/wanted")

@@ -173,7 +173,8 @@ class ClaimsDespiteOffers:
         """The reason of a claim; None if it has not been pending for a moment, or if no offer would satisfy it."""
         if not self._sightings.is_pending_for(pending, QUOTE_SECONDS):
             return None
-        uid = pending.uid if self._situation.reserved_for(pending) else ""
+        reserved = self._situation.reserved_for(pending)
+        uid = min(self._situation.reserved[reserved[0]]) if reserved else ""
         for pod, requirements, nodes in self._needs(pending):
             if devices := self._fitting(requirements, nodes, uid):
                 return self._of_devices(pending, pod, requirements, devices)
@@ -197,7 +198,7 @@ class ClaimsDespiteOffers:
                 names = listed([device.name.device for device in devices if device.whole_gpu in reserved])
                 sentence = (
                     f"{names} of node {devices[0].gpu.node} would do, but is reserved for a pod for which others were "
-                    "evicted: until that has its devices, for some minutes at most (docs/taking-back.md)"
+                    "evicted: until that has its devices, or its time is over (docs/taking-back.md)"
                 )
                 return ClaimReason(pending, ReasonCode.BEHIND, sentence)
         return None

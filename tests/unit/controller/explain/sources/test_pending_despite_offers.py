@@ -41,14 +41,16 @@ class TestReservedGpus:
             (["a/gpu-0=other"], "gpu-0-mig-1g10gb-6 of node a would do, but is reserved"),
             (["a/gpu-1=other"], "gpu-0-mig-1g10gb-6 of node a would do and has been offered"),
             (["a/gpu-0=other,claim"], "gpu-0-mig-1g10gb-6 of node a would do and has been offered"),
+            (["a/gpu-0=pod-of-claim"], "gpu-0-mig-1g10gb-6 of node a would do and has been offered"),
         ],
     )
     def test_the_reason_of_a_claim_names_the_reservation_that_keeps_it_waiting(
         self, reserved: list[str], said: str
     ) -> None:
         watched = Watched(waiting(), "a/gpu-0-mig-1g10gb-6")
-        uid = watched.there.queue.pending[0].claim.metadata.uid
-        entries = (entry.replace("claim", uid).split("/") for entry in reserved)
+        [pending] = watched.there.queue.pending
+        assert (pending.claim.metadata.uid, pending.pods[0].metadata.uid) == ("claim", "pod-of-claim")
+        entries = (entry.split("/") for entry in reserved)
         watched.fenced = tuple(PoolDevice(f"{node}-{DRIVER}", device) for node, device in entries)
         [reason] = watched.after(MINUTE)
         assert said in reason.sentence
