@@ -31,6 +31,9 @@ GANG_LABEL = "leaderworkerset.sigs.k8s.io/group-key"
 MAX_GRACE_SECONDS = 3600
 """Longest grace period of a victim. Tenants choose it, and the GPU stays reserved until all victims have ended."""
 
+ENDING_SECONDS = 60.0
+"""Nobody is evicted if room is made by pods that must have ended by then."""
+
 MONTH_SECONDS = 30 * 24 * 3600
 HAS_ENDED = {"Succeeded", "Failed"}
 PODS = "pods"
@@ -242,6 +245,9 @@ class PreemptionSearch:
         self._queue, self.pod, self._running, self._clock = queue, pod, running, clock
         by_class = classes_by_resource(queue.cluster.classes).keys()
         self._resources = sorted(name for name in pod.spec.resource_names - by_class if not name.startswith(IMPLICIT))
+        self._claims_on: dict[str, set[str]] = {}
+        for (node, _), claims in queue.holders.items():
+            self._claims_on.setdefault(node, set()).update(claims)
         self._parts: dict[str, list[HeldPart]] = {}
         for entry in queue.feasibility.fleet:
             for device, claims in held_with_claims(entry, queue.holders):
@@ -270,6 +276,9 @@ class PreemptionSearch:
         nodes = queue.nodes_for(pod)
         if any(queue.feasibility.may_fit(needed, nodes) for needed in self._alternatives):
             return "devices for it are free, so no eviction is needed"
+        ending = {node: list(self._ending(node)) for node in self._candidates()}
+        if any(units and self._is_enough(node, units, checks_resources=True) for node, units in ending.items()):
+            return "pods that are ending make room for it"
         return None
 
     def best(self) -> Preemption | None:
@@ -337,7 +346,7 @@ class PreemptionSearch:
 
     def _units(self, node: str) -> Iterator[VictimUnit]:
         """The units of pods that can be evicted on ``node``; a unit may have pods and claims on other nodes, too."""
-        remaining = {claim for (where, _), claims in self._queue.holders.items() if where == node for claim in claims}
+        remaining = set(self._claims_on.get(node, ()))
         while remaining:
             claims, pods = self._running.together(min(remaining))
             remaining -= claims
@@ -347,6 +356,14 @@ class PreemptionSearch:
                 self.spared.append(SparedPods(node, names, reason))
             else:
                 yield self._unit(node, names, claims, pods)
+
+    def _ending(self, node: str) -> Iterator[VictimUnit]:
+        """The claims of ``node`` that pods use which have been deleted, and will have ended soon."""
+        for claim in self._claims_on.get(node, ()):
+            pods = list(self._running.consumers(claim))
+            ends = [self._clock.seconds_since(pod.metadata.deletion_timestamp) for pod in pods]
+            if pods and all(abs(seconds) < ENDING_SECONDS for seconds in ends):
+                yield self._unit(node, tuple(str(pod.metadata.key) for pod in pods), frozenset({claim}), pods)
 
     def _unit(self, node: str, names: tuple[str, ...], claims: frozenset[str], pods: Sequence[Pod]) -> VictimUnit:
         parts = {claim: self._parts.get(claim, []) for claim in claims}

@@ -231,6 +231,26 @@ INDEXED = {"completionMode": "Indexed", "parallelism": 2, "completions": 2}
 
 
 @pytest.mark.parametrize(
+    ("ends", "obstacle"),
+    [
+        pytest.param("2026-11-21T00:17:10Z", "pods that are ending make room for it", id="soon"),
+        pytest.param("2026-11-21T00:16:10Z", "pods that are ending make room for it", id="just now"),
+        pytest.param("2026-11-21T01:16:40Z", None, id="after a long grace period"),
+        pytest.param("2026-11-21T00:06:40Z", None, id="long ago, but it hangs"),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 2])
+def test_nobody_ends_if_pods_that_are_ending_anyway_make_room(ends: str, obstacle: str | None, count: int) -> None:
+    contest = Contest([*node_of("a", "full", gpus=1), *node_of("b", "full", gpus=2)])
+    contest.runs("ending", "a", "gpu-0", metadata={"deletionTimestamp": ends})
+    for number in range(2):
+        contest.runs(f"p{number}", "b", f"gpu-{number}")
+    search = contest.search(count=count)
+    assert search.obstacle() == (obstacle if count == 1 else None)
+    assert names(search.best()) == ["p0", "p1"][:count]
+
+
+@pytest.mark.parametrize(
     ("spec", "victims"),
     [
         (INDEXED, ["first", "second"]),
