@@ -283,7 +283,7 @@ class PreemptionSearch:
 
     def best(self) -> Preemption | None:
         """The cheapest victims on any node; None: no set of pods that may be evicted makes room."""
-        self.spared, self.short_of, self._tries = [], {}, Tries()
+        self.spared, self.short_of = [], {}
         self._units_of = {node: list(self._units(node)) for node in self._candidates()}
         self._best_of = {
             node: victims

@@ -230,6 +230,17 @@ def test_a_gang_of_victims_goes_as_a_whole_also_from_other_nodes() -> None:
 INDEXED = {"completionMode": "Indexed", "parallelism": 2, "completions": 2}
 
 
+def test_the_sets_that_are_tried_for_one_pod_are_limited_however_often_protected_pods_are_left_out() -> None:
+    """Tenants choose how many PodDisruptionBudgets there are."""
+    contest = Contest(node_of("a", "full", gpus=8))
+    for number in range(8):
+        contest.runs(f"p{number}", "a", f"gpu-{number}")
+    search = contest.search(count=4)
+    searches = [search.best() for _ in range(25)]
+    assert [len(names(preemption)) for preemption in searches] == [4] * 25
+    assert [preemption.victims.is_cheapest for preemption in searches if preemption is not None][::24] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("ends", "obstacle"),
     [
