@@ -44,7 +44,7 @@ class IdlePods:
                 continue
             claims, pods = running.together(str(pod.claims[0]))
             done |= {member.metadata.uid for member in pods}
-            if rules.why_spared(claims, pods) is None and protection_of(pods, self._evictor) is None:
+            if rules.why_spared(claims, pods) is None:
                 decided = ((member, rules.policy(member)) for member in pods)
                 spared |= self._evict([(member, decides) for member, decides in decided if decides is not None])
         self._spared = spared
@@ -66,14 +66,18 @@ class IdlePods:
 
     def _evict(self, victims: Collection[tuple[Pod, GpuPolicy]]) -> set[str]:
         """Evict all or none. Returns the UIDs of those that only the mode DryRun spares."""
-        if not all(policy.spec.evicts_idle for _, policy in victims):
+        is_active = all(policy.spec.evicts_idle for _, policy in victims)
+        obstacle = self._evictor.recent.limit(victims) if is_active else None
+        # What protects them is read from the API server, so only if they would go otherwise.
+        if obstacle is None and protection_of((pod for pod, _ in victims), self._evictor) is not None:
+            return set()
+        if not is_active:
             for pod, policy in victims:
                 text = f"in the mode Active pod {pod.metadata.key} would be evicted: its devices are idle"
                 self._recorder.event(policy.reference, "WouldEvict", text, series=pod.metadata.uid, lasting=True)
                 if pod.metadata.uid not in self._spared:
                     self._evictor.count(Trigger.RECLAIM, Outcome.DRY_RUN)
             return {pod.metadata.uid for pod, _ in victims}
-        obstacle = self._evictor.recent.limit(victims)
         try:
             for is_rehearsal in (True, False):
                 for pod, policy in victims if obstacle is None else ():

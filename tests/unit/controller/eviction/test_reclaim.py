@@ -198,6 +198,14 @@ def test_idle_pods_are_protected_like_other_victims(lab: Lab, obstacle: str, met
     assert lab.api.evicted == []
 
 
+def test_while_a_budget_is_used_up_nothing_is_read_for_each_idle_pod(lab: Lab) -> None:
+    lab.runs_notebooks(3)
+    lab.reports_idle({0: 3, 1: 3, 2: 3})
+    lab.turn(policy("notebooks", **ALWAYS, budget={"podsPerHour": 1}))
+    assert len(lab.api.evicted) == 1
+    assert len([path for path in lab.api.queries("list") if path.startswith(BUDGETS)]) == 1
+
+
 def test_a_gang_that_is_idle_goes_as_a_whole(lab: Lab) -> None:
     lab.runs_notebooks(2, metadata=TOGETHER)
     lab.reports_idle({0: 3, 1: 3})
