@@ -105,6 +105,7 @@ def _unexamined(pod: Mapping[str, Any]) -> Iterator[str]:
         "affinity.podAntiAffinity": affinity.get("podAntiAffinity"),
         "topologySpreadConstraints": spec.get("topologySpreadConstraints"),
         "persistentVolumeClaim": [volume for volume in spec.get("volumes") or () if "persistentVolumeClaim" in volume],
+        "ephemeral": [volume for volume in spec.get("volumes") or () if "ephemeral" in volume],
         "hostPort": [port for container in containers for port in container.get("ports") or () if port.get("hostPort")],
     }
     yield from (field for field, value in present.items() if value)

@@ -201,16 +201,26 @@ def test_one_policy_that_is_not_valid_stops_all_and_says_so(site: Site) -> None:
     assert site.counted() == 0
 
 
-def test_a_pod_with_a_field_that_is_not_examined_takes_nothing(site: Site) -> None:
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("topologySpreadConstraints", [{"maxSkew": 1}], "topologySpreadConstraints"),
+        ("volumes", [{"name": "scratch", "persistentVolumeClaim": {}}], "persistentVolumeClaim"),
+        ("volumes", [{"name": "scratch", "ephemeral": {}}], "ephemeral"),
+    ],
+)
+def test_a_pod_with_a_field_that_is_not_examined_takes_nothing(
+    site: Site, field: str, value: list[Object], named: str
+) -> None:
     [waiting] = [pod for pod in site.contest.there.pods if pod.metadata.name == "pod-of-claim"]
     path = "/api/v1/namespaces/default/pods/pod-of-claim"
     site.turn()
-    site.api.folder(path)[waiting.metadata.name]["spec"]["topologySpreadConstraints"] = [{"maxSkew": 1}]
+    site.api.folder(path)[waiting.metadata.name]["spec"][field] = value
     site.api.store(f"{PATH}/notebooks", metadata={"name": "notebooks", "uid": "p"}, spec=EVERYBODY)
     site.preemptions.turn()
     assert site.counted() == 0
     eventually(site.told, "an Event is written")
-    message = "no pod is evicted for it: what topologySpreadConstraints of it mean for a node is not examined"
+    message = f"no pod is evicted for it: what {named} of it mean for a node is not examined"
     assert site.told() == [("pod-of-claim", "PreemptionBlocked", message)]
 
 
