@@ -132,7 +132,7 @@ def _as_text(preview: Preview, second: SecondBest | None) -> str:
     pod, preemption = preview.pod, preview.preemption
     parts = [f"pod {printable(str(pod.metadata.key))} waits for devices with priority {pod.spec.priority}"]
     if preview.obstacle is not None:
-        return "\n".join([*parts, f"no pod would be evicted for it: {preview.obstacle}"])
+        return "\n".join([*parts, f"no pod would be evicted for it: {printable(preview.obstacle)}"])
     if preemption is None:
         parts.append("no set of pods that may be evicted makes room for it")
     else:
