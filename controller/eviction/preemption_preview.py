@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from controller.demand.pending_claims import Queue
-from controller.eviction.evictor import Evictor, Job
-from controller.eviction.gpu_policy import GpuPolicies
+from controller.eviction.evictor import Evictor, Job, Trigger
+from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy
 from controller.eviction.preemption import Preemption, PreemptionSearch, RunningPods
 from driver.errors import NOT_FOUND, ApiError, accepted_status
 from driver.kube.client import KubeClient
@@ -21,6 +22,8 @@ BOUND = {"fieldSelector": "spec.nodeName!=,status.phase!=Succeeded,status.phase!
 
 MAX_ROUNDS = 32
 """Searches after each of which pods are left out that the API server or a limit of the controller protects."""
+
+SHOWN_PODS = 5
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,70 @@ class Preview:
     preemption: Preemption | None
     search: PreemptionSearch
     unexamined: Sequence[str]
+
+
+class ChosenVictims(NamedTuple):
+    """Pods that may be evicted for ``pod``, each with the policy that decides over it.
+
+    ``idle``: the UIDs of those that may be evicted only because they are idle.
+    """
+
+    pod: Pod
+    preemption: Preemption
+    victims: list[tuple[Pod, GpuPolicy]]
+    idle: frozenset[str]
+
+    @classmethod
+    def of(cls, search: PreemptionSearch, preemption: Preemption, running: RunningPods) -> ChosenVictims:
+        pods, rules = running.of_units(preemption.victims.units), search.rules
+        victims = [(victim, policy) for victim in pods if (policy := rules.policy(victim)) is not None]
+        idle = frozenset(victim.metadata.uid for victim in pods if rules.why_busy_spared(victim) is not None)
+        return cls(search.pod, preemption, victims, idle)
+
+    @property
+    def names(self) -> list[str]:
+        return [str(victim.metadata.key) for victim, _ in self.victims]
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the policies let all be evicted, not only be reported."""
+        return all(
+            policy.spec.evicts_idle if self.trigger(victim) is Trigger.RECLAIM else policy.spec.mode == "Active"
+            for victim, policy in self.victims
+        )
+
+    def trigger(self, victim: Pod) -> Trigger:
+        return Trigger.RECLAIM if victim.metadata.uid in self.idle else Trigger.PREEMPTION
+
+    @property
+    def policies(self) -> list[GpuPolicy]:
+        return list({policy.metadata.name: policy for _, policy in self.victims}.values())
+
+    def described(self) -> str:
+        pod, cost, names = self.pod, self.preemption.victims.cost, self.names
+        idle = cost.pods - cost.busy
+        more = f" and {len(names) - SHOWN_PODS} more" if len(names) > SHOWN_PODS else ""
+        mode = "these are evicted" if self.is_active else "in the mode Active these would be evicted"
+        return (
+            f"for pod {pod.metadata.key} of priority {pod.spec.priority} {mode} on node {self.preemption.node}: "
+            f"{', '.join(names[:SHOWN_PODS])}{more}, of priority {cost.priority} at most; "
+            f"{cost.gpu_hours:g} GPU hours lost{f'; {idle} of them idle' if idle else ''}"
+        )
+
+    def named(self) -> str:
+        """The victims as the waiting pod may see them: names of pods of its own namespace only."""
+        namespace = self.pod.metadata.namespace
+        mine = [victim.metadata.name for victim, _ in self.victims if victim.metadata.namespace == namespace]
+        others = Counter(victim.metadata.namespace for victim, _ in self.victims)
+        del others[namespace]
+        return ", ".join([*mine, *(f"{count} of namespace {name}" for name, count in sorted(others.items()))])
+
+    def for_victim(self, victim: Pod) -> str:
+        pod = self.pod
+        is_own = victim.metadata.namespace == pod.metadata.namespace
+        whom = f"pod {pod.metadata.name}" if is_own else f"a pod of namespace {pod.metadata.namespace}"
+        why = ": they are idle" if victim.metadata.uid in self.idle else ""
+        return f"evicted for {whom} of priority {pod.spec.priority}, which waits for its devices{why}"
 
 
 def read_running(client: KubeClient) -> RunningPods:

@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from random import sample
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from controller.cluster.claim_index import PoolDevice, gpu_of
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.feasibility import Feasibility
 from controller.demand.pending_claims import PendingClaim, Queue
-from controller.eviction.evictor import Evictor, Outcome, Trigger, pod_reference
+from controller.eviction.evictor import Evictor, Outcome, pod_reference
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, parse_policy, read_policies
-from controller.eviction.preemption import HAS_ENDED, Preemption, PreemptionSearch, RunningPods
-from controller.eviction.preemption_preview import Preview, preview_of, read_running
+from controller.eviction.preemption import HAS_ENDED
+from controller.eviction.preemption_preview import ChosenVictims, Preview, preview_of, read_running
 from controller.eviction.recent_evictions import EvictionCause
 from controller.eviction.reclaim import RECLAIMED, IdlePods
 from driver.errors import NOT_FOUND, ApiError, UsageError, accepted_status
@@ -61,8 +60,6 @@ MAX_RESERVED_CLAIMS = 8
 FIRST_PODS, PODS_PER_TURN = 3, 5
 """Waiting pods whose victims are looked for in a turn: those of the highest priority first, and others by chance."""
 
-SHOWN_PODS = 5
-
 WOULD_EVICT, EVICTING, PREEMPTED_FOR = "WouldEvict", "Preempting", "PreemptedFor"
 BLOCKED, INVALID = "PreemptionBlocked", "InvalidPolicy"
 """Reasons of Events."""
@@ -84,37 +81,6 @@ class ReservingFence(Protocol):
 
     def lift_overdue_reservations(self) -> Set[frozenset[str]]:
         """Lift those whose time has passed. Returns their UIDs."""
-
-
-class ChosenVictims(NamedTuple):
-    """Pods that may be evicted for ``pod``, each with the policy that decides over it.
-
-    ``idle``: the UIDs of those that may be evicted only because they are idle.
-    """
-
-    pod: Pod
-    preemption: Preemption
-    victims: list[tuple[Pod, GpuPolicy]]
-    idle: frozenset[str]
-
-    @property
-    def names(self) -> list[str]:
-        return [str(victim.metadata.key) for victim, _ in self.victims]
-
-    @property
-    def is_active(self) -> bool:
-        """Whether the policies let all be evicted, not only be reported."""
-        return all(
-            policy.spec.evicts_idle if self.trigger(victim) is Trigger.RECLAIM else policy.spec.mode == "Active"
-            for victim, policy in self.victims
-        )
-
-    def trigger(self, victim: Pod) -> Trigger:
-        return Trigger.RECLAIM if victim.metadata.uid in self.idle else Trigger.PREEMPTION
-
-    @property
-    def policies(self) -> list[GpuPolicy]:
-        return list({policy.metadata.name: policy for _, policy in self.victims}.values())
 
 
 class Preemptions:
@@ -237,19 +203,13 @@ class Preemptions:
                 if pod.metadata.namespace in namespaces:
                     self._tell_blocked(preview)
                 continue
-            chosen = self._chosen(preview.search, preview.preemption, running)
+            chosen = ChosenVictims.of(preview.search, preview.preemption, running)
             if not chosen.is_active:
                 self._tell(chosen)
             elif self._evict(chosen, queue):
                 return True
         self._idle_pods.turn(by_policy, running)
         return False
-
-    def _chosen(self, search: PreemptionSearch, preemption: Preemption, running: RunningPods) -> ChosenVictims:
-        pods, rules = running.of_units(preemption.victims.units), search.rules
-        victims = [(victim, policy) for victim in pods if (policy := rules.policy(victim)) is not None]
-        idle = frozenset(victim.metadata.uid for victim in pods if rules.why_busy_spared(victim) is not None)
-        return ChosenVictims(search.pod, preemption, victims, idle)
 
     def _tell_blocked(self, preview: Preview) -> None:
         """Say on a pod for which room could be made that nobody is evicted for it."""
@@ -277,11 +237,11 @@ class Preemptions:
         chosen = chosen._replace(victims=[pair for pair in chosen.victims if pair[0].metadata.uid in present])
         if not chosen.victims:
             return
-        text = f"{_described(chosen)}, but have not ended {RESERVATION_SECONDS:.0f} s after the longest grace period"
+        text = f"{chosen.described()}, but have not ended {RESERVATION_SECONDS:.0f} s after the longest grace period"
         series = f"{chosen.pod.metadata.uid} hanging"  # what the next search finds does not replace it
         for policy in chosen.policies:
             self._recorder.event(policy.reference, BLOCKED, text, "Warning", series)
-        message = f"pods that were evicted for it have not ended, so that others are looked for: {_named(chosen)}"
+        message = f"pods that were evicted for it have not ended, so that others are looked for: {chosen.named()}"
         self._recorder.event(pod_reference(chosen.pod), BLOCKED, message, "Warning", series)
 
     def _evict(self, chosen: ChosenVictims, queue: Queue) -> bool:
@@ -298,7 +258,7 @@ class Preemptions:
             return False
         self._tell_policies(chosen, EVICTING)
         node, victims = chosen.preemption
-        message = f"its devices are taken back on node {node}; pods that are evicted: {_named(chosen)}"
+        message = f"its devices are taken back on node {node}; pods that are evicted: {chosen.named()}"
         self._recorder.event(pod_reference(chosen.pod), EVICTING, message)
         hours = {pod: round(unit.cost.gpu_hours / len(unit.pods), 3) for unit in victims.units for pod in unit.pods}
         try:
@@ -309,7 +269,7 @@ class Preemptions:
                 cause["gpu_hours"] = hours[str(victim.metadata.key)]
                 if self._evictor.evict(victim, chosen.trigger(victim), **cause):
                     reason = RECLAIMED if victim.metadata.uid in chosen.idle else PREEMPTED_FOR
-                    self._recorder.event(pod_reference(victim), reason, _for_victim(chosen, victim), "Warning")
+                    self._recorder.event(pod_reference(victim), reason, chosen.for_victim(victim), "Warning")
         except ApiError as error:
             log.warning("evictions end early", extra={"pod": str(chosen.pod.metadata.key), "error": str(error)})
             self._tell_policies(chosen, BLOCKED, f"an eviction failed: {error}")
@@ -358,7 +318,7 @@ class Preemptions:
         return PoolDevice(Pool(gpu.node, self._driver_name).name, f"gpu-{gpu.number}")
 
     def _tell_policies(self, chosen: ChosenVictims, reason: str, obstacle: str = "") -> None:
-        text = _described(chosen) + (f", but {obstacle}" if obstacle else "")
+        text = chosen.described() + (f", but {obstacle}" if obstacle else "")
         for policy in chosen.policies:
             level: Type = "Warning" if obstacle else "Normal"
             self._recorder.event(policy.reference, reason, text, level, chosen.pod.metadata.uid, lasting=True)
@@ -367,33 +327,3 @@ class Preemptions:
 def _uids_of(pending: PendingClaim) -> frozenset[str]:
     """UIDs for one of which devices that are meant for ``pending`` are reserved."""
     return frozenset((pending.uid, *(pod.metadata.uid for pod in pending.pods)))
-
-
-def _described(chosen: ChosenVictims) -> str:
-    pod, cost = chosen.pod, chosen.preemption.victims.cost
-    idle = cost.pods - cost.busy
-    names = chosen.names
-    more = f" and {len(names) - SHOWN_PODS} more" if len(names) > SHOWN_PODS else ""
-    mode = "these are evicted" if chosen.is_active else "in the mode Active these would be evicted"
-    return (
-        f"for pod {pod.metadata.key} of priority {pod.spec.priority} {mode} on node {chosen.preemption.node}: "
-        f"{', '.join(names[:SHOWN_PODS])}{more}, of priority {cost.priority} at most; {cost.gpu_hours:g} GPU hours lost"
-        f"{f'; {idle} of them idle' if idle else ''}"
-    )
-
-
-def _named(chosen: ChosenVictims) -> str:
-    """The victims as the waiting pod may see them: names of pods of its own namespace only."""
-    namespace = chosen.pod.metadata.namespace
-    mine = [victim.metadata.name for victim, _ in chosen.victims if victim.metadata.namespace == namespace]
-    others = Counter(victim.metadata.namespace for victim, _ in chosen.victims)
-    del others[namespace]
-    return ", ".join([*mine, *(f"{count} of namespace {name}" for name, count in sorted(others.items()))])
-
-
-def _for_victim(chosen: ChosenVictims, victim: Pod) -> str:
-    pod = chosen.pod
-    is_own = victim.metadata.namespace == pod.metadata.namespace
-    whom = f"pod {pod.metadata.name}" if is_own else f"a pod of namespace {pod.metadata.namespace}"
-    why = ": they are idle" if victim.metadata.uid in chosen.idle else ""
-    return f"evicted for {whom} of priority {pod.spec.priority}, which waits for its devices{why}"
