@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import msgspec
 
 from controller.demand.node_eligibility import meets
-from controller.eviction.recent_evictions import EvictionCause, RecentEvictions
+from controller.eviction.recent_evictions import MOVED, EvictionCause, RecentEvictions
 from driver.config.flag_values import SUBDOMAIN
 from driver.errors import CONFLICT, NOT_FOUND, SERVER_ERROR, ApiError
 from driver.kube.client import KubeClient
@@ -38,6 +38,7 @@ class Trigger(StrEnum):
     FAILED_START = "failed-start"
     PREEMPTION = "preemption"
     RECLAIM = "reclaim"
+    REPACK = MOVED
 
 
 class Outcome(StrEnum):

@@ -64,6 +64,14 @@ class ReclaimRules(_PolicyPart):
     keep_at_most: Duration = "24h"
 
 
+class RepackRules(_PolicyPart):
+    """``movable``: pods of the policy that can have their devices elsewhere may be evicted so that a waiting pod gets
+    full GPUs; ``max_per_hour`` of them."""
+
+    movable: Annotated[bool, Field(strict=True)] = False
+    max_per_hour: Annotated[int, Field(strict=True, ge=0, le=10_000)] = 4
+
+
 class EvictionBudget(_PolicyPart):
     """Most pods that are evicted within an hour by the policy, and of one namespace. Victims go all or none."""
 
@@ -103,6 +111,7 @@ class PolicySpec(_PolicyPart):
     device_classes: Names = ()
     preemption: PreemptionRules = PreemptionRules()
     reclaim: ReclaimRules | None = None
+    repack: RepackRules = RepackRules()
     budget: EvictionBudget = EvictionBudget()
     quiet_hours: Annotated[tuple[QuietHours, ...], Field(max_length=20)] = ()
 

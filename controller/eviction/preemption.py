@@ -34,8 +34,7 @@ MAX_GRACE_SECONDS = 3600
 ENDING_SECONDS = 60.0
 """Nobody is evicted if room is made by pods that must have ended by then."""
 
-MONTH_SECONDS = 30 * 24 * 3600
-HAS_ENDED = {"Succeeded", "Failed"}
+MONTH_SECONDS, HAS_ENDED = 30 * 24 * 3600, {"Succeeded", "Failed"}
 PODS = "pods"
 """The resource of a node that each pod takes one of."""
 
@@ -79,6 +78,7 @@ class RunningPods:
         idle_since: Mapping[tuple[str, str], int],
     ) -> None:
         self.pods = {pod.metadata.key: pod for pod in pods if pod.status.phase not in HAS_ENDED}
+        self.uids = frozenset(pod.metadata.uid for pod in self.pods.values())
         self._claims = {str(claim.metadata.key): claim for claim in claims}
         self._allocatable = {node.metadata.name: node.status.allocatable for node in nodes}
         self._jobs = {job.metadata.uid for job in jobs if job.is_gang}
@@ -234,15 +234,19 @@ class PreemptionSearch:
 
     ``protected``: why units, by their pods, are left out, such as by a PodDisruptionBudget; the caller adds them.
     ``spared``: all that was left out on the nodes that were searched. ``short_of``: by node, the resource of which it
-    would have too little for the pod even without all victims.
+    would have too little for the pod even without all victims. ``moves``: those of the victims' devices to other
+    places, in words, if nothing is taken away.
     """
+
+    moves = ""
+    _rules = VictimRules
 
     def __init__(self, queue: Queue, pod: Pod, running: RunningPods, policies: GpuPolicies, clock: Clock) -> None:
         self.protected: dict[tuple[str, ...], str] = {}
         self.spared: list[SparedPods] = []
         self.short_of: dict[str, str] = {}
-        self.rules = VictimRules(running, policies, clock, pod)
-        self._queue, self.pod, self._running, self._clock = queue, pod, running, clock
+        self.rules = self._rules(running, policies, clock, pod)
+        self.queue, self.pod, self.running, self._clock = queue, pod, running, clock
         by_class = classes_by_resource(queue.cluster.classes).keys()
         self._resources = sorted(name for name in pod.spec.resource_names - by_class if not name.startswith(IMPLICIT))
         self._claims_on: dict[str, set[str]] = {}
@@ -262,15 +266,15 @@ class PreemptionSearch:
 
     def obstacle(self) -> str | None:
         """Why no pod is evicted for this one, whatever the policies say; None: nothing prevents it."""
-        pod, queue = self.pod, self._queue
+        pod, queue = self.pod, self.queue
         if not self._alternatives or not any(needed.requests for needed in self._alternatives):
             return "it waits for no device that this driver has"
         if pod.spec.preemption_policy == "Never":
             return "its preemptionPolicy is Never"
         if pod.status.nominated_node_name:
             return f"the scheduler makes room for it on node {pod.status.nominated_node_name}"
-        gang = self._running.gang_of(pod)
-        waiting = 0 if gang is None else sum(self._running.gang_of(other) == gang for other in queue.pods)
+        gang = self.running.gang_of(pod)
+        waiting = 0 if gang is None else sum(self.running.gang_of(other) == gang for other in queue.pods)
         if gang is not None and waiting > 1:
             return f"it is one of {waiting} waiting pods of {gang[1]}: room for one of them serves none"
         nodes = queue.nodes_for(pod)
@@ -310,7 +314,7 @@ class PreemptionSearch:
 
     def _candidates(self) -> list[str]:
         """The nodes where the pod could run if nothing were held."""
-        nodes, unheld = self._queue.nodes_for(self.pod), self._queue.feasibility.unheld
+        nodes, unheld = self.queue.nodes_for(self.pod), self.queue.feasibility.unheld
         able = (unheld.nodes_that_may_fit(needed, nodes) for needed in self._alternatives)
         return sorted(set(chain.from_iterable(able)))
 
@@ -328,7 +332,7 @@ class PreemptionSearch:
     def _is_enough(self, node: str, gone: Collection[VictimUnit], *, checks_resources: bool) -> bool:
         claims = frozenset[str]().union(*(unit.claims for unit in gone))
         gpus = frozenset[str]().union(*(unit.gpus for unit in gone))
-        holders, feasibility = self._queue.holders, self._queue.feasibility
+        holders, feasibility = self.queue.holders, self.queue.feasibility
         remaining = [
             entry.holding(device for device, of in held_with_claims(entry, holders) if not of or not claims >= set(of))
             if entry.gpu.uuid in gpus
@@ -342,13 +346,13 @@ class PreemptionSearch:
     def _lacking(self, node: str, gone: Collection[VictimUnit]) -> str | None:
         """The resource, such as cpu, of which the node has too little for the pod without ``gone``, or None."""
         ended = {pod for unit in gone for pod in unit.pods}
-        return self._running.lacking(node, self.pod.spec, self._resources, ended)
+        return self.running.lacking(node, self.pod.spec, self._resources, ended)
 
     def _units(self, node: str) -> Iterator[VictimUnit]:
         """The units of pods that can be evicted on ``node``; a unit may have pods and claims on other nodes, too."""
         remaining = set(self._claims_on.get(node, ()))
         while remaining:
-            claims, pods = self._running.together(min(remaining))
+            claims, pods = self.running.together(min(remaining))
             remaining -= claims
             names = tuple(sorted(str(pod.metadata.key) for pod in pods))
             reason = self.protected.get(names) or self.rules.why_spared(claims, pods)
@@ -360,9 +364,9 @@ class PreemptionSearch:
     def _ending(self, node: str) -> Iterator[VictimUnit]:
         """The claims of ``node`` that pods use which have been deleted, and will have ended soon."""
         for claim in self._claims_on.get(node, ()):
-            pods = list(self._running.consumers(claim))
-            ends = [self._clock.seconds_since(pod.metadata.deletion_timestamp) for pod in pods]
-            if pods and all(abs(seconds) < ENDING_SECONDS for seconds in ends):
+            pods = list(self.running.consumers(claim))
+            ends = [abs(self._clock.seconds_since(pod.metadata.deletion_timestamp)) for pod in pods]
+            if pods and max(ends) < ENDING_SECONDS:
                 yield self._unit(node, tuple(str(pod.metadata.key) for pod in pods), frozenset({claim}), pods)
 
     def _unit(self, node: str, names: tuple[str, ...], claims: frozenset[str], pods: Sequence[Pod]) -> VictimUnit:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from controller.demand.pending_claims import Queue
 from controller.eviction.evictor import Evictor, Job, Trigger
-from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy
+from controller.eviction.gpu_policy import GpuPolicy
 from controller.eviction.preemption import Preemption, PreemptionSearch, RunningPods
 from driver.errors import NOT_FOUND, ApiError, accepted_status
 from driver.kube.client import KubeClient
@@ -43,20 +42,23 @@ class Preview:
 class ChosenVictims(NamedTuple):
     """Pods that may be evicted for ``pod``, each with the policy that decides over it.
 
-    ``idle``: the UIDs of those that may be evicted only because they are idle.
+    ``idle``: the UIDs of those that may be evicted only because they are idle. ``moves``: where they can have their
+    devices; then only the first one is evicted. ``running``: the UIDs of all pods that were bound.
     """
 
     pod: Pod
     preemption: Preemption
     victims: list[tuple[Pod, GpuPolicy]]
     idle: frozenset[str]
+    moves: str
+    running: frozenset[str]
 
     @classmethod
-    def of(cls, search: PreemptionSearch, preemption: Preemption, running: RunningPods) -> ChosenVictims:
-        pods, rules = running.of_units(preemption.victims.units), search.rules
+    def of(cls, search: PreemptionSearch, preemption: Preemption) -> ChosenVictims:
+        pods, rules = search.running.of_units(preemption.victims.units), search.rules
         victims = [(victim, policy) for victim in pods if (policy := rules.policy(victim)) is not None]
         idle = frozenset(victim.metadata.uid for victim in pods if rules.why_busy_spared(victim) is not None)
-        return cls(search.pod, preemption, victims, idle)
+        return cls(search.pod, preemption, victims, idle, search.moves, search.running.uids)
 
     @property
     def names(self) -> list[str]:
@@ -71,7 +73,8 @@ class ChosenVictims(NamedTuple):
         )
 
     def trigger(self, victim: Pod) -> Trigger:
-        return Trigger.RECLAIM if victim.metadata.uid in self.idle else Trigger.PREEMPTION
+        by_rules = Trigger.REPACK if self.moves else Trigger.PREEMPTION
+        return Trigger.RECLAIM if victim.metadata.uid in self.idle else by_rules
 
     @property
     def policies(self) -> list[GpuPolicy]:
@@ -86,6 +89,7 @@ class ChosenVictims(NamedTuple):
             f"for pod {pod.metadata.key} of priority {pod.spec.priority} {mode} on node {self.preemption.node}: "
             f"{', '.join(names[:SHOWN_PODS])}{more}, of priority {cost.priority} at most; "
             f"{cost.gpu_hours:g} GPU hours lost{f'; {idle} of them idle' if idle else ''}"
+            f"{'; one at a time: ' if self.moves else ''}{self.moves}"
         )
 
     def named(self) -> str:
@@ -121,30 +125,29 @@ def read_idle_since(client: KubeClient) -> dict[tuple[str, str], int]:
     return idle_since
 
 
-def preview_of(
-    client: KubeClient, queue: Queue, pod: Pod, running: RunningPods, policies: GpuPolicies, evictor: Evictor
-) -> Preview:
-    """Whom ``evictor`` would evict for ``pod`` of ``queue``. Nobody is evicted. Raises ApiError."""
-    search = PreemptionSearch(queue, pod, running, policies, client.clock)
-    namespace, name = pod.metadata.key
-    unexamined = list(_unexamined(client.find(f"/api/v1/namespaces/{namespace}/pods/{name}") or {}))
-    obstacle = search.obstacle()
+def preview_of(client: KubeClient, search: PreemptionSearch, evictor: Evictor) -> Preview:
+    """Whom ``evictor`` would evict for the pod of ``search``. Nobody is evicted. Raises ApiError."""
+    pod, obstacle = search.pod, search.obstacle()
+    unexamined = _unexamined(client, pod)
     if obstacle is not None:
         return Preview(pod, obstacle, None, search, unexamined)
     for _ in range(MAX_ROUNDS):
         preemption = search.best()
-        if preemption is None or not _spare_protected(search, evictor, preemption, running):
+        if preemption is None or not _spare_protected(client, search, evictor, preemption):
             return Preview(pod, None, preemption, search, unexamined)
     return Preview(pod, None, None, search, unexamined)
 
 
-def _spare_protected(search: PreemptionSearch, evictor: Evictor, preemption: Preemption, running: RunningPods) -> bool:
+def _spare_protected(client: KubeClient, search: PreemptionSearch, evictor: Evictor, preemption: Preemption) -> bool:
     """Leave out units that are protected now, such as by a PodDisruptionBudget. Returns whether there were any.
 
     If only all units together are protected, the one that costs most is left out.
     """
-    units = sorted(preemption.victims.units, key=lambda unit: unit.cost)
+    units, running = sorted(preemption.victims.units, key=lambda unit: unit.cost), search.running
     protected = {unit: why for unit in units if (why := protection_of(running.of_units([unit]), evictor)) is not None}
+    for unit in units if search.moves else ():
+        if fields := [field for moved in running.of_units([unit]) for field in _unexamined(client, moved)]:
+            protected[unit] = f"what {', '.join(fields)} of it mean for another node is not examined"
     if not protected and (why := protection_of(running.of_units(units), evictor)) is not None:
         protected = {units[-1]: f"{why} together with others"}
     search.protected |= {unit.pods: why for unit, why in protected.items()}
@@ -163,8 +166,9 @@ def protection_of(pods: Iterable[Pod], evictor: Evictor) -> str | None:
     return None
 
 
-def _unexamined(pod: Mapping[str, Any]) -> Iterator[str]:
-    spec = pod.get("spec") or {}
+def _unexamined(client: KubeClient, pod: Pod) -> list[str]:
+    namespace, name = pod.metadata.key
+    spec: dict[str, Any] = (client.find(f"/api/v1/namespaces/{namespace}/pods/{name}") or {}).get("spec") or {}
     affinity = spec.get("affinity") or {}
     containers = [*(spec.get("containers") or ()), *(spec.get("initContainers") or ())]
     present = {
@@ -175,4 +179,4 @@ def _unexamined(pod: Mapping[str, Any]) -> Iterator[str]:
         "ephemeral": [volume for volume in spec.get("volumes") or () if "ephemeral" in volume],
         "hostPort": [port for container in containers for port in container.get("ports") or () if port.get("hostPort")],
     }
-    yield from (field for field, value in present.items() if value)
+    return [field for field, value in present.items() if value]

@@ -1,7 +1,7 @@
 """Evictions for waiting pods of higher priority, as GpuPolicies allow them; the mode DryRun only reports them.
 
-Without a policy that enables preemption or reclaim, one list of the policies is all that is read. Otherwise a turn
-reads all pods, claims and plans, so pauses grow with the time that a turn takes.
+Without a policy that enables preemption, reclaim or repacking, one list of the policies is all that is read. Otherwise
+a turn reads all pods, claims and plans, so pauses grow with the time that a turn takes.
 
 The GPUs of the victims are reserved for the waiting pod before the first eviction, in the fence's ConfigMap: for its
 claims, and for the pod itself if the scheduler makes its claim only when it has chosen devices (extended resources). As
@@ -22,12 +22,14 @@ from controller.cluster.claim_index import PoolDevice, gpu_of
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.feasibility import Feasibility
 from controller.demand.pending_claims import PendingClaim, Queue
-from controller.eviction.evictor import Evictor, Outcome, pod_reference
+from controller.eviction.evictor import Evictor, Outcome, Trigger, pod_reference
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, parse_policy, read_policies
-from controller.eviction.preemption import HAS_ENDED
+from controller.eviction.preemption import HAS_ENDED, PreemptionSearch
 from controller.eviction.preemption_preview import ChosenVictims, Preview, preview_of, read_running
 from controller.eviction.recent_evictions import EvictionCause
 from controller.eviction.reclaim import RECLAIMED, IdlePods
+from controller.eviction.repack import RepackSearch, goes_on
+from controller.explain.sources.moves import whole_gpus
 from driver.errors import NOT_FOUND, ApiError, UsageError, accepted_status
 from driver.kube.client import KubeClient
 from driver.kube.events import Recorder, Type
@@ -60,9 +62,10 @@ MAX_RESERVED_CLAIMS = 8
 FIRST_PODS, PODS_PER_TURN = 3, 5
 """Waiting pods whose victims are looked for in a turn: those of the highest priority first, and others by chance."""
 
-WOULD_EVICT, EVICTING, PREEMPTED_FOR = "WouldEvict", "Preempting", "PreemptedFor"
+WOULD_EVICT, EVICTING = {False: "WouldEvict", True: "WouldMove"}, {False: "Preempting", True: "Repacking"}
+EVICTED_FOR = {Trigger.PREEMPTION: "PreemptedFor", Trigger.RECLAIM: RECLAIMED, Trigger.REPACK: "MovedFor"}
 BLOCKED, INVALID = "PreemptionBlocked", "InvalidPolicy"
-"""Reasons of Events."""
+"""Reasons of Events: by whether pods are moved, or by the trigger."""
 
 
 class ReservingFence(Protocol):
@@ -102,8 +105,8 @@ class Preemptions:
         self._client, self._queue, self._failure, self._driver_name = client, queue, failure, driver_name
         self._evictor, self._recorder, self._reservations = evictor, recorder, reservations
         self._idle_pods = IdlePods(evictor, recorder, client.clock)
-        self._counted: dict[str, frozenset[str]] = {}
-        """By UID of a waiting pod, the victims that were counted last."""
+        self._counted: dict[tuple[str, bool], frozenset[str]] = {}
+        """By UID of a waiting pod and whether they would be moved, the victims that were counted last."""
         self._evicted: dict[frozenset[str], ChosenVictims] = {}
         """By the UIDs for which GPUs are reserved, the pods that were evicted."""
         self._look_at = 0.0
@@ -124,18 +127,21 @@ class Preemptions:
             self._wake(frozenset[str]().union(*reserved.values()), queue)
         rest = max(RESERVED_INTERVAL_SECONDS, REST_FACTOR * (time.monotonic() - began))
         is_due = not reserved or began >= self._look_at
-        if is_due and len(set(reserved.values())) < MAX_RESERVATIONS:
-            policies = self._read_policies()
-            if policies and self._look(policies, queue.with_feasibility(self._without(queue, reserved)), reserved):
+        if is_due:
+            policies, has_room = self._read_policies(), len(set(reserved.values())) < MAX_RESERVATIONS
+            if policies and (
+                self._move_next(policies, queue, reserved)
+                or (has_room and self._look(policies, self._without(queue, reserved), reserved))
+            ):
                 return RESERVED_INTERVAL_SECONDS
             self._look_at = time.monotonic() + max(INTERVAL_SECONDS, REST_FACTOR * (time.monotonic() - began))
         return rest if reserved else max(0.0, self._look_at - time.monotonic())
 
-    def _without(self, queue: Queue, reserved: Iterable[PoolDevice]) -> Feasibility:
-        """The fleet without the GPUs that are reserved: nobody else gets anything of them."""
+    def _without(self, queue: Queue, reserved: Iterable[PoolDevice]) -> Queue:
+        """``queue`` without the GPUs that are reserved: nobody else gets anything of them."""
         gpus, present = set(map(gpu_of, reserved)), queue.feasibility
         fleet = Fleet.of(gpu for gpu in present.fleet if self._device_of(gpu) not in gpus) if gpus else present.fleet
-        return Feasibility(fleet, present.matching, is_hypothetical=True)
+        return queue.with_feasibility(Feasibility(fleet, present.matching, is_hypothetical=True))
 
     def _end_reservations(self, queue: Queue) -> None:
         """Lift the reservations of which nothing waits any more, and those that have lasted too long."""
@@ -161,24 +167,19 @@ class Preemptions:
     def _read_policies(self) -> list[GpuPolicy]:
         """The policies of the cluster; none if one of them is not valid: it might forbid what another allows."""
         policies, is_valid = [], True
-        try:
-            manifests = list(read_policies(self._client))
-        except ApiError as error:
-            if error.status == NOT_FOUND:  # the CustomResourceDefinition is not installed
-                return []
-            raise
-        for manifest in manifests:
-            try:
-                policies.append(parse_policy(manifest, "no policy counts: this one"))
-            except UsageError as error:
-                is_valid = False
-                name, uid = manifest["metadata"]["name"], manifest["metadata"]["uid"]
-                about = Reference("GpuPolicy", name, uid=uid, api_version=API_VERSION)
-                self._recorder.event(about, INVALID, str(error), "Warning", lasting=True)
+        with accepted_status(NOT_FOUND):  # the CustomResourceDefinition is not installed
+            for manifest in read_policies(self._client):
+                try:
+                    policies.append(parse_policy(manifest, "no policy counts: this one"))
+                except UsageError as error:
+                    is_valid = False
+                    name, uid = manifest["metadata"]["name"], manifest["metadata"]["uid"]
+                    about = Reference("GpuPolicy", name, uid=uid, api_version=API_VERSION)
+                    self._recorder.event(about, INVALID, str(error), "Warning", lasting=True)
         return policies if is_valid else []
 
     def _look(self, policies: Sequence[GpuPolicy], queue: Queue, reserved: Mapping[PoolDevice, frozenset[str]]) -> bool:
-        """Look for victims of the pods that wait, but of those for which GPUs are reserved; evict those of one.
+        """Look for pods to move and for victims, for the pods that wait and have no GPUs reserved; evict for one.
 
         Returns whether there were evictions.
         """
@@ -187,33 +188,58 @@ class Preemptions:
         namespaces = {name for rules in enabled for name in rules.by_namespaces}
         reclaims = any(policy.spec.reclaim is not None for policy in policies)
         served |= {pod.metadata.uid for item in queue.pending if served & _uids_of(item) for pod in item.pods}
-        lacking = (pod for pod in queue.pods if pod.lacks_devices and pod.metadata.uid not in served)
+        lacking = [pod for pod in queue.pods if pod.lacks_devices and pod.metadata.uid not in served]
         waiting = [pod for pod in lacking if reclaims or pod.metadata.namespace in namespaces]
-        self._counted = {uid: self._counted[uid] for pod in waiting if (uid := pod.metadata.uid) in self._counted}
-        if not waiting and not reclaims:
+        moves = any(policy.spec.repack.movable for policy in policies)
+        moves = moves and not any(chosen.moves for chosen in self._evicted.values())
+        for_whole = [pod for pod in lacking if moves and whole_gpus(queue, pod)]
+        present = {pod.metadata.uid for pod in lacking}
+        self._counted = {key: names for key, names in self._counted.items() if key[0] in present}
+        if not waiting and not reclaims and not for_whole:
             return False
         self._evictor.recent.refresh()
-        waiting.sort(key=lambda pod: (-pod.spec.priority, pod.metadata.creation_timestamp or "", pod.metadata.key))
-        waiting.sort(key=self._evictor.has_lost_pods)  # the others first: nobody is evicted for these
-        waiting[FIRST_PODS:] = sample(waiting[FIRST_PODS:], len(waiting[FIRST_PODS:]))
         running, by_policy = read_running(self._client), GpuPolicies(policies)
-        for pod in waiting[:PODS_PER_TURN]:
-            preview = preview_of(self._client, queue, pod, running, by_policy, self._evictor)
-            if preview.preemption is None or preview.unexamined:
-                if pod.metadata.namespace in namespaces:
+        for kind, pods in ((RepackSearch, for_whole), (PreemptionSearch, waiting)):
+            pods.sort(key=lambda pod: (-pod.spec.priority, pod.metadata.creation_timestamp or "", pod.metadata.key))
+            pods.sort(key=self._evictor.has_lost_pods)  # the others first: nobody is evicted for these
+            pods[FIRST_PODS:] = sample(pods[FIRST_PODS:], len(pods[FIRST_PODS:]))
+            for pod in pods[:PODS_PER_TURN]:
+                search = kind(queue, pod, running, by_policy, self._client.clock)
+                preview = preview_of(self._client, search, self._evictor)
+                if self._serve(preview):
+                    return True
+                if kind is PreemptionSearch and pod.metadata.namespace in namespaces:
                     self._tell_blocked(preview)
-                continue
-            chosen = ChosenVictims.of(preview.search, preview.preemption, running)
-            if not chosen.is_active:
-                self._tell(chosen)
-            elif self._evict(chosen, queue):
-                return True
         self._idle_pods.turn(by_policy, running)
+        return False
+
+    def _move_next(
+        self, policies: Sequence[GpuPolicy], queue: Queue, reserved: Mapping[PoolDevice, frozenset[str]]
+    ) -> bool:
+        """Go on with moving pods for one that waits. Returns whether there was an eviction."""
+        for uids, last in self._evicted.items():
+            if last.moves:
+                self._evictor.recent.refresh()
+                seen = self._without(queue, [entry for entry, of in reserved.items() if of != uids])
+                running, clock = read_running(self._client), self._client.clock
+                search = RepackSearch(seen, last.pod, running, GpuPolicies(policies), clock)
+                preview = preview_of(self._client, search, self._evictor)
+                return goes_on(last, preview.preemption, running) and self._serve(preview)
+        return False
+
+    def _serve(self, preview: Preview) -> bool:
+        """Evict those that were found, or say that they would be. Returns whether there is a reservation."""
+        if preview.preemption is None or preview.unexamined:
+            return False
+        chosen = ChosenVictims.of(preview.search, preview.preemption)
+        if chosen.is_active:
+            return self._evict(chosen, preview.search.queue)
+        self._tell(chosen)
         return False
 
     def _tell_blocked(self, preview: Preview) -> None:
         """Say on a pod for which room could be made that nobody is evicted for it."""
-        if preview.obstacle is None:
+        if preview.obstacle is None and (preview.preemption is None or preview.unexamined):
             why = "no set of pods that may be evicted makes room for it (tessera preempt)"
             if preview.unexamined:
                 why = f"what {', '.join(preview.unexamined)} of it mean for a node is not examined"
@@ -222,11 +248,11 @@ class Preemptions:
 
     def _tell(self, chosen: ChosenVictims) -> None:
         """Say on the policies of the victims that these would be evicted, and count them once."""
-        uid, names = chosen.pod.metadata.uid, frozenset(chosen.names)
-        limit = self._evictor.recent.limit(chosen.victims)
-        self._tell_policies(chosen, WOULD_EVICT, limit or "")
-        if limit is None and self._counted.get(uid) != names:
-            self._counted[uid] = names
+        key, names = (chosen.pod.metadata.uid, bool(chosen.moves)), frozenset(chosen.names)
+        limit = self._evictor.recent.limit(chosen.victims, chosen.moves)
+        self._tell_policies(chosen, WOULD_EVICT[bool(chosen.moves)], limit or "")
+        if limit is None and self._counted.get(key) != names:
+            self._counted[key] = names
             for victim, _ in chosen.victims:
                 self._evictor.count(chosen.trigger(victim), Outcome.DRY_RUN)
 
@@ -245,45 +271,53 @@ class Preemptions:
         self._recorder.event(pod_reference(chosen.pod), BLOCKED, message, "Warning", series)
 
     def _evict(self, chosen: ChosenVictims, queue: Queue) -> bool:
-        """Reserve the GPUs of the victims and evict them, all or nobody. Returns whether there is a reservation."""
+        """Reserve the GPUs of the victims and evict them, all or nobody; of pods that are moved only the first.
+
+        Returns whether there is a reservation.
+        """
         obstacle = self._obstacle(chosen)
-        if obstacle is not None:
-            self._tell_policies(chosen, BLOCKED, obstacle)
-            return False
         uids = frozenset(pending.uid for pending in queue.of_pod(chosen.pod))
         uids = uids if len(uids) <= MAX_RESERVED_CLAIMS else frozenset({chosen.pod.metadata.uid})
+        if obstacle is not None:
+            self._tell_policies(chosen, BLOCKED, obstacle)
+            self._lift(uids)
+            return False
         grace = max(victim.spec.termination_grace_period_seconds for victim, _ in chosen.victims)
-        if not self._reservations.reserve(self._gpus_of(chosen, queue), uids, grace + RESERVATION_SECONDS):
+        gpus, is_reserved = self._gpus_of(chosen, queue), uids in self._evicted
+        if not is_reserved and not self._reservations.reserve(gpus, uids, grace + RESERVATION_SECONDS):
             self._tell_policies(chosen, BLOCKED, "the fence, which reserves their devices, is not in force or full")
             return False
-        self._tell_policies(chosen, EVICTING)
-        node, victims = chosen.preemption
+        self._tell_policies(chosen, EVICTING[bool(chosen.moves)])
+        (node, victims), evicted = chosen.preemption, chosen.victims[: 1 if chosen.moves else None]
         message = f"its devices are taken back on node {node}; pods that are evicted: {chosen.named()}"
-        self._recorder.event(pod_reference(chosen.pod), EVICTING, message)
+        self._recorder.event(pod_reference(chosen.pod), EVICTING[bool(chosen.moves)], message)
         hours = {pod: round(unit.cost.gpu_hours / len(unit.pods), 3) for unit in victims.units for pod in unit.pods}
         try:
-            for victim, policy in chosen.victims:
+            for victim, policy in evicted:
                 if not self._still_waits(chosen.pod):
                     break
                 cause = EvictionCause(policy=policy.metadata.name, contender=str(chosen.pod.metadata.key))
                 cause["gpu_hours"] = hours[str(victim.metadata.key)]
                 if self._evictor.evict(victim, chosen.trigger(victim), **cause):
-                    reason = RECLAIMED if victim.metadata.uid in chosen.idle else PREEMPTED_FOR
+                    reason = EVICTED_FOR[chosen.trigger(victim)]
                     self._recorder.event(pod_reference(victim), reason, chosen.for_victim(victim), "Warning")
         except ApiError as error:
             log.warning("evictions end early", extra={"pod": str(chosen.pod.metadata.key), "error": str(error)})
             self._tell_policies(chosen, BLOCKED, f"an eviction failed: {error}")
-            reservations = self._reservations.reservations()
-            self._reservations.lift([entry for entry, of in reservations.items() if of == uids])
+            self._lift(uids)
             return False
-        self._evicted[uids] = chosen
+        self._evicted[uids] = chosen._replace(victims=evicted)
         return True
+
+    def _lift(self, uids: frozenset[str]) -> None:
+        reservations = self._reservations.reservations()
+        self._reservations.lift([entry for entry, of in reservations.items() if of == uids])
 
     def _obstacle(self, chosen: ChosenVictims) -> str | None:
         """Why these are not evicted now; None: the API server agrees to each eviction. Raises ApiError."""
         if self._evictor.has_lost_pods(chosen.pod):
             return "the owner of the waiting pod has lost a pod in this way within an hour"
-        if (limit := self._evictor.recent.limit(chosen.victims)) is not None:
+        if (limit := self._evictor.recent.limit(chosen.victims, chosen.moves)) is not None:
             return limit
         try:
             for victim, _ in chosen.victims:
@@ -319,9 +353,10 @@ class Preemptions:
 
     def _tell_policies(self, chosen: ChosenVictims, reason: str, obstacle: str = "") -> None:
         text = chosen.described() + (f", but {obstacle}" if obstacle else "")
+        series = chosen.pod.metadata.uid + (" moves" if chosen.moves else "")
         for policy in chosen.policies:
             level: Type = "Warning" if obstacle else "Normal"
-            self._recorder.event(policy.reference, reason, text, level, chosen.pod.metadata.uid, lasting=True)
+            self._recorder.event(policy.reference, reason, text, level, series, lasting=True)
 
 
 def _uids_of(pending: PendingClaim) -> frozenset[str]:

@@ -30,6 +30,9 @@ MAX_RECORD_BYTES, MAX_HISTORY_BYTES = 200 << 10, 64 << 10
 """Longest record; beyond that nobody is evicted. Beyond the second, evictions that do not count any more are forgotten:
 every write of the fence carries them. All annotations of an object have at most 256 KiB together."""
 
+MOVED = "repack"
+"""The trigger of pods that can have their devices elsewhere: they have a limit of their own."""
+
 MAX_ATTEMPTS = 5
 """Attempts of one write: meanwhile the fence may have changed its data."""
 
@@ -90,8 +93,11 @@ class RecentEvictions:
         since = self._now() - seconds
         return sum(past.node == node and past.at > since for past in self.record.evictions)
 
-    def limit(self, victims: Collection[tuple[Pod, GpuPolicy]]) -> str | None:
-        """Why the policies of these pods do not let them be evicted now: quiet hours, a budget; None: they do."""
+    def limit(self, victims: Collection[tuple[Pod, GpuPolicy]], moves: str = "") -> str | None:
+        """Why the policies of these pods do not let them be evicted now: quiet hours, a budget; None: they do.
+
+        With ``moves``, to where they can have their devices, the limit of repacking counts, too.
+        """
         for policy in {policy.metadata.name: policy for _, policy in victims}.values():
             name, budget = policy.metadata.name, policy.spec.budget
             ends = [end for hours in policy.spec.quiet_hours if (end := hours.end_of(self._clock.now())) is not None]
@@ -100,6 +106,9 @@ class RecentEvictions:
             lost = Counter(past.owner.partition("/")[0] for past in self._counting() if past.policy == name)
             more = Counter(pod.metadata.namespace for pod, decides in victims if decides.metadata.name == name)
             limits = [(f" of namespace {key}", lost[key], more[key], budget.per_namespace) for key in sorted(more)]
+            if moves:
+                moved = sum((past.policy, past.trigger) == (name, MOVED) for past in self._counting())
+                limits.append((" moved", moved, more.total(), policy.spec.repack.max_per_hour))
             for whose, used, count, most in [("", lost.total(), more.total(), budget.pods_per_hour), *limits]:
                 if most is not None and used + count > most:
                     return f"the budget of policy {name} is {most} pods{whose} an hour, of which {used} are used"

@@ -94,20 +94,20 @@ def cheapest_victims(units: Iterable[VictimUnit], devices: int, enough: Enough, 
     allowed = [unit for unit in ordered if unit.cost.priority <= priorities[low]]
     needed = [unit for unit in allowed if not enough([other for other in allowed if other is not unit])]
     if enough(needed):
-        return _as_set(needed, is_cheapest=True)
+        return as_set(needed, is_cheapest=True)
     optional = [unit for unit in allowed if unit not in needed]
     for chosen in islice(_by_cost(optional, needed, devices), tries.remaining):
         tries.remaining -= 1
         if enough(chosen):
-            return _as_set(chosen, is_cheapest=True)
+            return as_set(chosen, is_cheapest=True)
     remaining = allowed
     for unit in reversed(allowed):
         others = [other for other in remaining if other is not unit]
         remaining = others if enough(others) else remaining
-    return _as_set(remaining, is_cheapest=False)
+    return as_set(remaining)
 
 
-def _as_set(units: Sequence[VictimUnit], *, is_cheapest: bool) -> VictimSet:
+def as_set(units: Sequence[VictimUnit], *, is_cheapest: bool = False) -> VictimSet:
     cost = EvictionCost()
     for unit in units:
         cost = cost.plus(unit.cost)

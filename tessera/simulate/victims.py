@@ -110,10 +110,11 @@ class VictimFinder:
                 self._claims[key] = _used(claim, allocation or claim.status.allocation, pod)
 
     def _preview(self, queue: Queue, pod: Pod, running: RunningPods) -> Preview:
+        clock = Clock() if self._client is None else self._client.clock
+        search = PreemptionSearch(queue, pod, running, self._policies, clock)
         if self._client is not None:
             evictor = Evictor(self._client, None, RecentEvictions(self._client, ""))
-            return preview_of(self._client, queue, pod, running, self._policies, evictor)
-        search = PreemptionSearch(queue, pod, running, self._policies, Clock())
+            return preview_of(self._client, search, evictor)
         obstacle = search.obstacle()
         for _ in range(MAX_ROUNDS if obstacle is None else 0):
             preemption = search.best()

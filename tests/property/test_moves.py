@@ -94,7 +94,7 @@ class Scattered:
         def may_go(item: HeldDevice, node: str) -> bool:
             return node == item.gpu.node or self.runs_on(item.claim, node)
 
-        return () if queue.satisfiable(pending) else moves_that_help(queue, pending, may_go)
+        return () if queue.satisfiable(pending) else moves_that_help(queue, pending.pods[0], may_go)
 
     def runs_on(self, claim: str, node: str) -> bool:
         """Whether the pod of ``claim`` may run there, by its node selector."""

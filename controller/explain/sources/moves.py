@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from controller.cluster.fleet import FleetGpu
 from controller.demand.feasibility import Nodes
-from controller.demand.pending_claims import PendingClaim, Queue
+from controller.demand.pending_claims import Queue
 from controller.demand.requirements import ClaimRequirements, RefusedRequest
 from controller.explain.reason import ClaimReason
 from controller.explain.sources.selected_gpus import untolerated
-from driver.kube.types import DeviceTaintRule, Key
+from driver.kube.types import DeviceTaintRule, Key, Pod
 from driver.model.device import Device
 from driver.model.offer import FULL, DeviceKind, Spot
 from driver.slices.slice_names import Pool
@@ -88,7 +88,7 @@ def with_moves(reason: ClaimReason, queue: Queue, remembered: KnownMoves, may_go
     pending = reason.pending
     key = (tuple(queue.combinations(pending.pods[0])), queue.exclusion_key(pending))
     if key not in remembered:
-        remembered[key] = moves_text(moves_that_help(queue, pending, may_go))
+        remembered[key] = moves_text(moves_that_help(queue, pending.pods[0], may_go))
     text = remembered[key] or ("" if may_go else NO_MOVES)
     return reason._replace(sentence=f"{reason.sentence}; {text}" if text else reason.sentence, moves=remembered[key])
 
@@ -99,16 +99,13 @@ def moves_text(moves: Sequence[Move]) -> str:
     return f"on node {node} moving {', '.join(map(str, moves))} would make room" if moves else ""
 
 
-def moves_that_help(queue: Queue, pending: PendingClaim, may_go: MayGo | None = None) -> tuple[Move, ...]:
-    """The fewest moves after which one node has room for the first pod of ``pending``; empty if none were found.
+def moves_that_help(queue: Queue, pod: Pod, may_go: MayGo | None = None) -> tuple[Move, ...]:
+    """The fewest moves after which one node has room for ``pod``; empty if none were found.
 
     With ``may_go`` to other nodes, too, and for full GPUs only.
     """
-    alternatives, nodes = list(queue.combinations(pending.pods[0])), queue.nodes_for(pending.pods[0])
-    feasibility, fleet = queue.feasibility, queue.feasibility.fleet
-    selectors = {request.selector for needed in alternatives for request in needed.requests}
-    kinds = {selected.kind for selector in selectors for selected in feasibility.kinds(selector, nodes)}
-    whole = max(sum(needed.counts) for needed in alternatives) if kinds == {FULL} else 0
+    alternatives, nodes = list(queue.combinations(pod)), queue.nodes_for(pod)
+    feasibility, fleet, whole = queue.feasibility, queue.feasibility.fleet, whole_gpus(queue, pod)
     if may_go is not None and not whole:
         return ()
     able = {node for needed in alternatives for node in feasibility.unheld.nodes_that_may_fit(needed, nodes)}
@@ -122,6 +119,14 @@ def moves_that_help(queue: Queue, pending: PendingClaim, may_go: MayGo | None = 
                 if any(feasibility.fits_on(after, needed) for needed in alternatives):
                     return moves
     return ()
+
+
+def whole_gpus(queue: Queue, pod: Pod) -> int:
+    """The number of full GPUs that ``pod`` waits for; 0 if other devices would do, or are needed, too."""
+    alternatives, nodes = list(queue.combinations(pod)), queue.nodes_for(pod)
+    selectors = {request.selector for needed in alternatives for request in needed.requests}
+    kinds = {selected.kind for selector in selectors for selected in queue.feasibility.kinds(selector, nodes)}
+    return max(sum(needed.counts) for needed in alternatives) if kinds == {FULL} else 0
 
 
 class _Arrangements:

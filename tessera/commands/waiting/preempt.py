@@ -12,7 +12,7 @@ import click
 from controller.demand.pending_claims import Queue
 from controller.eviction.evictor import Evictor
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, parse_policy, read_policies
-from controller.eviction.preemption import Preemption
+from controller.eviction.preemption import Preemption, PreemptionSearch
 from controller.eviction.preemption_preview import Preview, preview_of, read_running
 from controller.eviction.recent_evictions import RecentEvictions
 from controller.eviction.victim_search import EvictionCost, VictimUnit
@@ -72,7 +72,8 @@ def preempt(
     view = read_cluster(client, driver_name)
     pod = _waiting_pod(view.queue, name, namespace or access.namespace)
     evictor = Evictor(client, None, RecentEvictions(client, ""))
-    preview = preview_of(client, view.queue, pod, read_running(client), allowing, evictor)
+    search = PreemptionSearch(view.queue, pod, read_running(client), allowing, client.clock)
+    preview = preview_of(client, search, evictor)
     second = None if preview.preemption is None else preview.search.second(preview.preemption)
     show(output, _as_json(preview, second), _as_text(preview, second))
     sys.exit(0 if preview.preemption is not None else 1)

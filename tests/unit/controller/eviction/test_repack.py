@@ -1,0 +1,313 @@
+"""Pods are moved so that a waiting pod gets full GPUs: one at a time, and only those that may and can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from controller.cluster.claim_index import PoolDevice
+from controller.eviction import preemptions
+from controller.eviction.gpu_policy import PATH, GpuPolicy
+from tests.support.evictions import ClusterApi
+from tests.support.gpus import H100
+from tests.support.preemption import EVERYBODY, OWNER, Contest, policy
+from tests.support.queues import DRIVER, FULL, fleet_gpu, request
+from tests.support.recording import recording
+from tests.support.running import eventually
+from tests.unit.controller.eviction.test_preemptions import BUDGETS, GPU, REFUSED, Site
+
+REPACK: dict[str, Any] = {"repack": {"movable": True}}
+ACTIVE: dict[str, Any] = {"mode": "Active", **REPACK}
+SMALL = "mig-1g10gb"
+OTHER_GPU = PoolDevice(f"c-{DRIVER}", "gpu-0")
+
+
+def owned_by(name: str, kind: str = "ReplicaSet") -> dict[str, Any]:
+    return {"ownerReferences": [{**OWNER, "name": name, "uid": f"owner-of-{name}", "kind": kind}]}
+
+
+class Scattered(Site):
+    """Node a has one GPU, of which the pods ``one`` and ``two`` have a partition; half of b's GPU is free.
+
+    A pod of priority 10 that has waited for an hour wants the full GPU. The others have run for half an hour.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.now = self.api.server.client().clock.now()
+        self.begin()
+
+    def begin(self, waited: float = 1.0, **one: Any) -> None:
+        """The situation, with more fields of the pod ``one``."""
+        partitions = [f"{SMALL}-0", f"{SMALL}-3"]
+        gpus = [fleet_gpu("a", 0, H100, *partitions), fleet_gpu("b", 0, H100, "mig-4g40gb-0")]
+        self.contest = Contest(gpus, cpu=one.pop("cpu", "64"))
+        node = self.contest.there.nodes["a"]
+        self.contest.there.nodes["a"] = replace(node, metadata=replace(node.metadata, labels={"zone": "a"}))
+        one = {"metadata": owned_by("one"), "since": self.ago(0.5), **one}
+        self.contest.runs("one", "a", f"gpu-0-{SMALL}-0", **one)
+        self.contest.runs("two", "a", f"gpu-0-{SMALL}-3", metadata=owned_by("two"), since=self.ago(0.5))
+        self.contest.runs("large", "b", "gpu-0-mig-4g40gb-0", metadata={"ownerReferences": []})
+        self.contest.search(selector=FULL, status=REFUSED, metadata={"creationTimestamp": self.ago(waited)})
+
+    def waits(self, claim: str) -> None:
+        """Another pod of less priority wants a full GPU."""
+        metadata = {"creationTimestamp": self.ago(1)}
+        wanted = request(selector=FULL)
+        self.contest.there.wants(wanted, name=claim, priority=5, status=REFUSED, metadata=metadata)
+
+    def has_another(self, *held: str) -> None:
+        """Node c has a GPU of which the pod ``three`` has a device, or another pod all that is ``held``."""
+        there = self.contest.there
+        there.gpus = [gpu for gpu in there.gpus if gpu.node != "c"]
+        there.claims = [claim for claim in there.claims if claim.metadata.name != "three"]
+        there.pods = [pod for pod in there.pods if pod.metadata.name != "three"]
+        there.gpus.append(fleet_gpu("c", 0, H100, *held))
+        there.node("c")
+        there.nodes["c"] = replace(there.nodes["c"], status=there.nodes["b"].status)
+        device = "gpu-0" if held == ("full",) else f"gpu-0-{held[0]}"
+        self.contest.runs("three", "c", device, metadata=owned_by("three"), since=self.ago(0.5))
+
+    def ago(self, hours: float) -> str:
+        return (self.now - timedelta(hours=hours)).isoformat()
+
+    def ends(self, name: str, *, start: int | None) -> None:
+        """Pod ``name`` and its claim are gone, and a new pod of its owner runs on b, on slices from ``start``."""
+        there = self.contest.there
+        there.pods = [pod for pod in there.pods if pod.metadata.name != name]
+        there.claims = [claim for claim in there.claims if claim.metadata.name != name]
+        self.api.folder("/api/v1/namespaces/default/pods").pop(name)
+        self.api.folder("/apis/resource.k8s.io/v1/namespaces/default/resourceclaims").pop(name)
+        held = [device for device in there.gpus[0].held if device.name != f"gpu-0-{SMALL}-{0 if name == 'one' else 3}"]
+        there.gpus[0] = there.gpus[0].holding(held)
+        if start is not None:
+            device = there.gpus[1].device_named(f"gpu-0-{SMALL}-{start}")
+            assert device is not None
+            there.gpus[1] = there.gpus[1].holding((*there.gpus[1].held, device))
+            self.contest.runs(f"{name}-again", "b", device.name, metadata=owned_by(name))
+
+    def moved(self, outcome: str) -> float | None:
+        labels = {"trigger": "repack", "outcome": outcome}
+        return self.registry.get_sample_value("tessera_evictions_total", labels)
+
+
+@pytest.fixture
+def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scattered]:
+    """Its controller looks in each turn."""
+    monkeypatch.setattr(preemptions, "INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(preemptions, "REST_FACTOR", 0.0)
+    with ClusterApi() as api, recording(api) as (_, recorder):
+        yield Scattered(api, recorder)
+
+
+def test_in_the_mode_dry_run_the_policy_is_told_the_moves_and_nobody_is_evicted(site: Scattered) -> None:
+    for _ in range(2):
+        site.turn(policy("notebooks", **REPACK))
+    eventually(site.told, "an Event is written")
+    [(name, reason, message)] = site.told()
+    assert (name, reason) == ("notebooks", "WouldMove")
+    assert message.startswith(
+        "for pod default/pod-of-claim of priority 10 in the mode Active these would be evicted on node a: default/one, "
+        "default/two, of priority 0 at most; 0.12"
+    )
+    assert message.endswith(
+        " GPU hours lost; one at a time: on node a moving default/one (1g.10gb) from gpu-0 to gpu-0 of node b, "
+        "default/two (1g.10gb) from gpu-0 to gpu-0 of node b would make room"
+    )
+    assert (site.api.evicted, site.reserved.kept, site.moved("dry-run")) == ([], {}, 2)
+
+
+@pytest.mark.parametrize("most", [20, 1])
+def test_the_next_pod_is_moved_once_the_last_one_runs_again(
+    site: Scattered, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if there are reservations for as many pods as there may be."""
+    monkeypatch.setattr(preemptions, "MAX_RESERVATIONS", most)
+    site.turn(policy("notebooks", **ACTIVE))
+    assert site.api.evicted == ["one"]
+    assert site.reserved.kept == {GPU: frozenset({"claim"})}
+    site.ends("one", start=None)
+    site.reserved.seconds = 0.0
+    site.turn()
+    assert site.api.evicted == ["one"], "its owner's new pod is not bound"
+    site.contest.runs("one-again", "b", metadata=owned_by("one"))
+    site.turn()
+    assert site.api.evicted == ["one", "two"]
+    assert (site.reserved.kept, site.reserved.seconds) == ({GPU: frozenset({"claim"})}, 0.0), "it is not renewed"
+    about = {("notebooks", "Repacking"), ("pod-of-claim", "Repacking"), ("one", "MovedFor"), ("two", "MovedFor")}
+    eventually(lambda: about <= {(name, reason) for name, reason, _ in site.told()}, "all Events are written")
+    assert [(name, trigger) for name, trigger, *_ in site.recorded()] == [
+        ("default/one", "repack"),
+        ("default/two", "repack"),
+    ]
+
+
+def test_the_next_pod_stays_while_the_last_one_is_ending_though_its_successor_is_bound(site: Scattered) -> None:
+    site.turn(policy("notebooks", **ACTIVE))
+    site.contest.runs("one-again", "b", metadata=owned_by("one"))
+    site.turn()
+    assert site.api.evicted == ["one"]
+
+
+def test_the_mode_dry_run_tells_both_what_it_would_move_and_whom_it_would_evict(site: Scattered) -> None:
+    site.turn(policy("notebooks", **REPACK, **EVERYBODY))
+    eventually(lambda: {reason for _, reason, _ in site.told()} == {"WouldMove", "WouldEvict"}, "there are two Events")
+
+
+def test_only_pods_of_the_first_plan_are_moved_one_after_the_other(site: Scattered) -> None:
+    """Others would leave a GPU that is not reserved."""
+    site.has_another("full")
+    site.turn(policy("notebooks", **ACTIVE))
+    site.ends("one", start=4)
+    site.has_another(f"{SMALL}-0")
+    site.turn(policy("notebooks", mode="DryRun"))
+    volume = {"name": "work", "persistentVolumeClaim": {"claimName": "work"}}
+    site.api.folder("/api/v1/namespaces/default/pods")["two"]["spec"]["volumes"] = [volume]
+    site.api.store(f"{PATH}/notebooks", metadata={"name": "notebooks", "uid": "policy-0"}, spec=ACTIVE)
+    site.preemptions.turn()
+    assert site.api.evicted == ["one"]
+
+
+def test_pods_are_moved_for_one_that_waits_at_a_time(site: Scattered) -> None:
+    """Places are not reserved: two at once would count on the same ones."""
+    site.has_another(f"{SMALL}-0")
+    site.waits("other")
+    for _ in range(2):
+        site.turn(policy("notebooks", **ACTIVE))
+    assert (site.api.evicted, set(site.reserved.kept.values())) == (["three"], {frozenset({"claim"})})
+
+
+def test_meanwhile_pods_are_evicted_for_others_of_higher_priority(site: Scattered) -> None:
+    site.has_another("full")
+    both = policy("notebooks", **ACTIVE, **EVERYBODY)
+    site.turn(both)
+    site.waits("other")
+    site.turn()
+    assert site.api.evicted == ["one", "three"]
+    site.ends("one", start=4)
+    site.turn()
+    assert site.api.evicted == ["one", "three", "two"]
+    assert site.reserved.kept == {GPU: frozenset({"claim"}), OTHER_GPU: frozenset({"other"})}
+
+
+def test_no_further_pod_is_moved_once_there_is_no_place_for_it(site: Scattered) -> None:
+    site.turn(policy("notebooks", **ACTIVE))
+    site.ends("one", start=4)
+    site.contest.there.gpus[1] = fleet_gpu("b", 0, H100, "mig-4g40gb-0", "mig-3g40gb-4")
+    site.contest.there.holding("another", "b", "gpu-0-mig-3g40gb-4")
+    site.turn()
+    assert site.api.evicted == ["one"]
+
+
+def test_what_takes_too_long_is_given_up(site: Scattered) -> None:
+    site.turn(policy("notebooks", **ACTIVE))
+    site.reserved.is_overdue = True
+    site.contest.there.pods = [pod for pod in site.contest.there.pods if pod.metadata.name != "one"]
+    site.turn(policy("notebooks", mode="DryRun"))
+    assert (site.api.evicted, site.reserved.kept) == (["one"], {})
+
+
+def test_a_budget_that_is_used_up_ends_it_and_no_other_reservation(site: Scattered) -> None:
+    site.turn(policy("notebooks", mode="Active", repack={"movable": True, "maxPerHour": 2}))
+    site.waits("other")
+    site.reserved.kept |= {OTHER_GPU: frozenset({"other"})}
+    site.ends("one", start=4)
+    site.turn(policy("notebooks", mode="Active", repack={"movable": True, "maxPerHour": 1}))
+    assert (site.api.evicted, site.reserved.kept) == (["one"], {OTHER_GPU: frozenset({"other"})})
+
+
+def test_nobody_is_moved_any_more_once_the_pod_is_served(site: Scattered) -> None:
+    site.turn(policy("notebooks", **ACTIVE))
+    site.ends("one", start=4)
+    site.contest.there.pods = [pod for pod in site.contest.there.pods if pod.metadata.name != "pod-of-claim"]
+    site.turn()
+    assert (site.api.evicted, site.reserved.kept) == (["one"], {})
+
+
+def test_nobody_is_moved_while_the_policy_does_not_allow_it_any_more(site: Scattered) -> None:
+    site.turn(policy("notebooks", **ACTIVE))
+    site.ends("one", start=4)
+    site.turn(policy("notebooks", mode="Active"))
+    assert site.api.evicted == ["one"]
+
+
+ONE_CPU = [{"name": "main", "resources": {"requests": {"cpu": "1"}}}]
+NEEDS_CPU = {"containers": [{"name": "main", "resources": {"requests": {"cpu": "3"}}}]}
+DAEMON = {"metadata": owned_by("one", "DaemonSet")}
+
+
+@pytest.mark.parametrize(
+    ("spec", "one", "is_moved"),
+    [
+        pytest.param(ACTIVE, {}, True, id="it may be"),
+        pytest.param({"mode": "Active"}, {}, False, id="movable is false"),
+        pytest.param({**ACTIVE, "namespaces": ["other"]}, {}, False, id="no policy matches it"),
+        pytest.param({"mode": "Active", "repack": {"movable": True, "maxPerHour": 1}}, {}, False, id="maxPerHour"),
+        pytest.param({**ACTIVE, "budget": {"podsPerHour": 1}}, {}, False, id="the budget of the policy"),
+        pytest.param(ACTIVE, {"priority": 1000}, True, id="its priority does not matter"),
+        pytest.param(ACTIVE, {"since": 20.0}, False, id="more GPU hours would be lost than the pod has waited"),
+        pytest.param(ACTIVE, {"waited": 0.1}, False, id="the pod has not waited for so many GPU hours"),
+        pytest.param(ACTIVE, {"metadata": {"ownerReferences": []}}, False, id="nobody would create it again"),
+        pytest.param(ACTIVE, DAEMON, False, id="it would come back to this node"),
+        pytest.param(ACTIVE, {"nodeSelector": {"zone": "a"}}, False, id="it can run on this node only"),
+        pytest.param(ACTIVE, {"schedulingGroup": {"podGroupName": "gang"}}, True, id="it is alone in its PodGroup"),
+        pytest.param(ACTIVE, {**NEEDS_CPU, "cpu": "2"}, False, id="the other node has not enough CPU for it"),
+        pytest.param(ACTIVE, {**NEEDS_CPU, "cpu": "4"}, True, id="the other node has enough CPU for it"),
+    ],
+)
+def test_a_pod_is_moved_only_if_it_may_and_can_be(
+    site: Scattered, spec: dict[str, Any], one: dict[str, Any], is_moved: bool
+) -> None:
+    if "since" in one:
+        one = {**one, "since": site.ago(one["since"])}
+    site.begin(**one)
+    site.turn(policy("notebooks", **spec))
+    assert site.api.evicted == (["one"] if is_moved else [])
+
+
+def test_a_pod_that_a_disruption_budget_protects_is_not_moved(site: Scattered) -> None:
+    status = {"observedGeneration": 1, "currentHealthy": 1, "desiredHealthy": 1, "disruptionsAllowed": 0}
+    site.api.store(f"{BUDGETS}/all", spec={"selector": {}}, status=status)
+    site.turn(policy("notebooks", **ACTIVE))
+    assert site.api.evicted == []
+
+
+def test_a_pod_with_a_field_that_is_not_examined_is_not_moved(site: Scattered) -> None:
+    site.turn()
+    volume = {"name": "work", "persistentVolumeClaim": {"claimName": "work"}}
+    site.api.folder("/api/v1/namespaces/default/pods")["two"]["spec"]["volumes"] = [volume]
+    site.api.store(f"{PATH}/all", metadata={"name": "all", "uid": "p"}, spec=ACTIVE)
+    site.preemptions.turn()
+    assert site.api.evicted == []
+
+
+@pytest.mark.parametrize(("cpu", "is_moved"), [("4", True), ("3", False)])
+def test_pods_that_stay_on_the_node_keep_their_cpu_there(site: Scattered, cpu: str, is_moved: bool) -> None:
+    gpus = [fleet_gpu("a", number, H100, f"{SMALL}-0") for number in (0, 1)]
+    site.contest = Contest(gpus, cpu=cpu)
+    for name, device in (("one", f"gpu-0-{SMALL}-0"), ("two", f"gpu-1-{SMALL}-0")):
+        site.contest.runs(name, "a", device, metadata=owned_by(name), containers=ONE_CPU, since=site.ago(0.5))
+    metadata = {"creationTimestamp": site.ago(1)}
+    two = [{"name": "main", "resources": {"requests": {"cpu": "2"}}}]
+    site.contest.search(selector=FULL, status=REFUSED, metadata=metadata, containers=two)
+    site.turn(policy("notebooks", **ACTIVE))
+    assert site.api.evicted == (["one"] if is_moved else [])
+
+
+@pytest.mark.parametrize(
+    ("preemption", "evicted"),
+    [
+        pytest.param({**EVERYBODY, "mode": "Active"}, ["one", "two"], id="a policy lets it take devices"),
+        pytest.param({}, [], id="no policy lets it take devices"),
+    ],
+)
+def test_a_dry_run_of_moves_keeps_nobody_from_being_evicted_for_the_pod(
+    site: Scattered, preemption: dict[str, Any], evicted: list[str]
+) -> None:
+    moving: GpuPolicy = policy("movable", priority=1, deviceClasses=["none"], **REPACK)
+    site.turn(moving, policy("others", **preemption))
+    assert sorted(site.api.evicted) == evicted
