@@ -141,7 +141,7 @@ class RunningPods:
             claims.add(name)
             for pod in self.consumers(name):
                 gang = self.gang_of(pod)
-                for member in [pod] if gang is None else self._gangs[gang]:
+                for member in [pod] if gang is None else self._gangs[gang] if pod.metadata.key not in pods else ():
                     pods[member.metadata.key] = member
                     waiting += map(str, member.claims)
         return frozenset(claims), list(pods.values())
@@ -371,10 +371,10 @@ class PreemptionSearch:
 
     def _unit(self, node: str, names: tuple[str, ...], claims: frozenset[str], pods: Sequence[Pod]) -> VictimUnit:
         parts = {claim: self._parts.get(claim, []) for claim in claims}
-        hours = {
-            claim: max((self._hours_since_saved(pod) for pod in pods if claim in map(str, pod.claims)), default=0.0)
-            for claim in claims
-        }
+        hours = dict.fromkeys(claims, 0.0)
+        for pod in pods:
+            saved = self._hours_since_saved(pod)
+            hours |= {claim: max(saved, hours.get(claim, 0.0)) for claim in map(str, pod.claims)}
         every = list(chain.from_iterable(parts.values()))
         idle = [seconds for pod in pods if (seconds := self.rules.idle_seconds(pod)) is not None]
         cost = EvictionCost(

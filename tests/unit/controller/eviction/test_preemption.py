@@ -230,6 +230,18 @@ def test_a_gang_of_victims_goes_as_a_whole_also_from_other_nodes() -> None:
 INDEXED = {"completionMode": "Indexed", "parallelism": 2, "completions": 2}
 
 
+@pytest.mark.timeout(60)
+def test_a_gang_of_hundreds_of_pods_is_searched_in_seconds() -> None:
+    """Any tenant can label pods so. With work for each pair of pods on each node this takes minutes."""
+    nodes = [f"n{number}" for number in range(50)]
+    contest = Contest([gpu for node in nodes for gpu in node_of(node, "full", gpus=8)])
+    labels = {"labels": {"leaderworkerset.sigs.k8s.io/group-key": "g"}}
+    for node in nodes:
+        for number in range(8):
+            contest.runs(f"{node}-{number}", node, f"gpu-{number}", metadata=labels)
+    assert len(names(contest.search().best())) == 400
+
+
 def test_the_sets_that_are_tried_for_one_pod_are_limited_however_often_protected_pods_are_left_out() -> None:
     """Tenants choose how many PodDisruptionBudgets there are."""
     contest = Contest(node_of("a", "full", gpus=8))
