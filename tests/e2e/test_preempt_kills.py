@@ -10,6 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from driver.errors import NOT_FOUND, accepted_status
 from tests.harness.waiting import wait_for
 from tests.support.contested_node import (
     FULL,
@@ -96,8 +97,10 @@ class Contest:
         return contender in self._node.seen.bound
 
     def is_reserved(self) -> bool:
-        data = self._node.api.get(CONFIG_MAP).get("data") or {}
-        return any("=" in devices for devices in data.values())
+        with accepted_status(NOT_FOUND):  # nothing has been reserved yet
+            data = self._node.api.get(CONFIG_MAP).get("data") or {}
+            return any("=" in devices for devices in data.values())
+        return False
 
     def ends_well(self, contender: str) -> None:
         """From the moment on at which the last controller leads."""
