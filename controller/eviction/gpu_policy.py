@@ -142,7 +142,7 @@ class GpuPolicy(_PolicyPart):
 
     @property
     def reference(self) -> Reference:
-        return Reference("GpuPolicy", self.metadata.name, uid=self.metadata.uid, api_version=API_VERSION)
+        return policy_reference(self.metadata.name, self.metadata.uid)
 
 
 class GpuPolicies:
@@ -170,6 +170,10 @@ class GpuPolicies:
             others = ", ".join(sorted(classes - set(rules.victims)))
             return f"GpuPolicy {name} does not list class {others} in preemption.from"
         return None
+
+
+def policy_reference(name: str, uid: str) -> Reference:
+    return Reference("GpuPolicy", name, uid=uid, api_version=API_VERSION)
 
 
 def parse_policy(content: object, place: str) -> GpuPolicy:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from driver.kube.get_and_list import list_claims, read_all
 from driver.kube.types import GpuNodePlan, Node, Pod
 from driver.model.plan import PATH
 
+JOBS = "/apis/batch/v1/jobs"
 BOUND = {"fieldSelector": "spec.nodeName!=,status.phase!=Succeeded,status.phase!=Failed"}
 
 MAX_ROUNDS = 32
@@ -111,7 +113,7 @@ class ChosenVictims(NamedTuple):
 def read_running(client: KubeClient) -> RunningPods:
     """What runs on the nodes now. Raises ApiError."""
     nodes, idle_since = read_all(client, "/api/v1/nodes", Node), read_idle_since(client)
-    jobs = read_all(client, "/apis/batch/v1/jobs", Job)
+    jobs = read_all(client, JOBS, Job)
     return RunningPods(read_all(client, "/api/v1/pods", Pod, BOUND), list_claims(client), nodes, jobs, idle_since)
 
 
@@ -127,15 +129,20 @@ def read_idle_since(client: KubeClient) -> dict[tuple[str, str], int]:
 
 def preview_of(client: KubeClient, search: PreemptionSearch, evictor: Evictor) -> Preview:
     """Whom ``evictor`` would evict for the pod of ``search``. Nobody is evicted. Raises ApiError."""
-    pod, obstacle = search.pod, search.obstacle()
-    unexamined = _unexamined(client, pod)
-    if obstacle is not None:
-        return Preview(pod, obstacle, None, search, unexamined)
-    for _ in range(MAX_ROUNDS):
+    unexamined = _unexamined(client, search.pod)
+    return search_in_rounds(search, partial(_spare_protected, client, search, evictor), unexamined)
+
+
+def search_in_rounds(
+    search: PreemptionSearch, spares: Callable[[Preemption], bool], unexamined: Sequence[str] = ()
+) -> Preview:
+    """The victims of which ``spares``, which leaves out protected units of ``search``, does not leave out any."""
+    obstacle = search.obstacle()
+    for _ in range(MAX_ROUNDS if obstacle is None else 0):
         preemption = search.best()
-        if preemption is None or not _spare_protected(client, search, evictor, preemption):
-            return Preview(pod, None, preemption, search, unexamined)
-    return Preview(pod, None, None, search, unexamined)
+        if preemption is None or not spares(preemption):
+            return Preview(search.pod, None, preemption, search, unexamined)
+    return Preview(search.pod, obstacle, None, search, unexamined)
 
 
 def _spare_protected(client: KubeClient, search: PreemptionSearch, evictor: Evictor, preemption: Preemption) -> bool:

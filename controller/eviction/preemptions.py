@@ -23,7 +23,7 @@ from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.feasibility import Feasibility
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.eviction.evictor import Evictor, Outcome, Trigger, pod_reference
-from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, parse_policy, read_policies
+from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, parse_policy, policy_reference, read_policies
 from controller.eviction.preemption import HAS_ENDED, PreemptionSearch
 from controller.eviction.preemption_preview import ChosenVictims, Preview, preview_of, read_running
 from controller.eviction.recent_evictions import EvictionCause
@@ -34,9 +34,8 @@ from driver.errors import NOT_FOUND, ApiError, UsageError, accepted_status
 from driver.kube.client import KubeClient
 from driver.kube.events import Recorder, Type
 from driver.kube.get_and_list import find_pod, read_claim
-from driver.kube.types import Pod, Reference
+from driver.kube.types import Pod
 from driver.kube.work_loop import Loop
-from driver.model.plan import API_VERSION
 from driver.slices.slice_names import Pool
 
 log = logging.getLogger(__name__)
@@ -173,8 +172,7 @@ class Preemptions:
                     policies.append(parse_policy(manifest, "no policy counts: this one"))
                 except UsageError as error:
                     is_valid = False
-                    name, uid = manifest["metadata"]["name"], manifest["metadata"]["uid"]
-                    about = Reference("GpuPolicy", name, uid=uid, api_version=API_VERSION)
+                    about = policy_reference(manifest["metadata"]["name"], manifest["metadata"]["uid"])
                     self._recorder.event(about, INVALID, str(error), "Warning", lasting=True)
         return policies if is_valid else []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import msgspec
 
@@ -12,7 +13,7 @@ from controller.demand.pending_claims import Queue, held_with_claims
 from controller.eviction.evictor import MOST_OF_OWNER, Evictor, Job
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, parse_policy
 from controller.eviction.preemption import PODS, Preemption, PreemptionSearch, RunningPods
-from controller.eviction.preemption_preview import BOUND, MAX_ROUNDS, Preview, preview_of, read_idle_since
+from controller.eviction.preemption_preview import BOUND, JOBS, Preview, preview_of, read_idle_since, search_in_rounds
 from controller.eviction.recent_evictions import RecentEvictions
 from deviceclasses.lint.documents import Document, read_documents
 from driver.clock import Clock
@@ -22,8 +23,6 @@ from driver.kube.get_and_list import read_all
 from driver.kube.types import Allocation, Claim, ClaimStatus, Consumer, ExtendedClaimStatus, Node, NodeStatus, Pod
 from tessera.simulate.imagined_cluster import ClusterContent, ImaginedCluster
 from tessera.simulate.scheduler import PodPlacement
-
-JOBS = "/apis/batch/v1/jobs"
 
 MAX_PODS = 100
 """Pods without a place for which victims are looked for."""
@@ -115,12 +114,7 @@ class VictimFinder:
         if self._client is not None:
             evictor = Evictor(self._client, None, RecentEvictions(self._client, ""))
             return preview_of(self._client, search, evictor)
-        obstacle = search.obstacle()
-        for _ in range(MAX_ROUNDS if obstacle is None else 0):
-            preemption = search.best()
-            if preemption is None or not _spare_owners(search, preemption, running):
-                return Preview(pod, None, preemption, search, ())
-        return Preview(pod, obstacle, None, search, ())
+        return search_in_rounds(search, partial(_spare_owners, search))
 
 
 def _with_resources(node: Node, pod: Pod) -> Node:
@@ -129,8 +123,9 @@ def _with_resources(node: Node, pod: Pod) -> Node:
     return node if node.status.allocatable else Node(node.metadata, node.spec, NodeStatus(allocatable=enough))
 
 
-def _spare_owners(search: PreemptionSearch, preemption: Preemption, running: RunningPods) -> bool:
+def _spare_owners(search: PreemptionSearch, preemption: Preemption) -> bool:
     """Leave out a unit of an owner that would lose more pods than the evictor takes. Returns whether there is one."""
+    running = search.running
     units = sorted(preemption.victims.units, key=lambda unit: unit.cost, reverse=True)
     lost = Counter(pod.controller for pod in running.of_units(units))
     for unit in units:
