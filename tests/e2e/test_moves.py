@@ -7,93 +7,19 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_preempt import (
-    APPS,
-    CORE,
-    DRA,
-    FULL,
-    SOON_S,
-    end,
-    is_refused,
-)
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
-from tests.harness.waiting import wait_for
-from tests.support.chart import ANY_SIZE, install
 from tests.support.command import run_tessera
-from tests.support.control_plane import control_plane
-from tests.support.controller import ControllerProcess, plugins
-from tests.support.plugin import PluginFlags
+from tests.support.scattered_nodes import bound, notebook, scattered_nodes
+from tests.support.waiting_pod import APPS, CORE, end, requesting
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
-SMALL = {"devices": {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu-inference-1g-10gb"}}]}}
-TEMPLATES = {"full": FULL, "small": SMALL}
-MOST = 7
-"""Partitions 1g.10gb of a GPU."""
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    """Two nodes with an H100 each."""
-    with control_plane("moves") as running:
-        install(running, ANY_SIZE)
-        with plugins(running, ["one", "two"], PluginFlags(gpus="sim:h100-1")):
-            yield running
-
-
-@pytest.fixture(scope="module")
-def controller(cluster: Cluster) -> Iterator[ControllerProcess]:
-    process = ControllerProcess(cluster)
-    process.start()
-    yield process
-    process.stop()
-    assert process.refused() == []
-
-
-def requesting(template: str) -> dict[str, Any]:
-    return {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": template}]}
-
-
-def bound(cluster: Cluster, *names: str) -> None:
-    def are_bound() -> bool:
-        return all(cluster.api.get(f"{CORE}/pods/{name}")["spec"].get("nodeName") for name in names)
-
-    wait_for(are_bound, SOON_S, f"{', '.join(names)} are bound")
-
-
-def notebook(cluster: Cluster) -> dict[str, Any] | None:
-    """The last pod of the notebook's ReplicaSet that is bound."""
-    pods = cluster.api.get(f"{CORE}/pods?labelSelector=app%3Dnotebook")["items"]
-    of_node = [pod for pod in pods if pod["spec"].get("nodeName")]
-    return max(of_node, key=lambda pod: pod["metadata"]["creationTimestamp"], default=None)
-
 
 @pytest.fixture
-def scattered(cluster: Cluster, controller: ControllerProcess) -> Cluster:
-    """A notebook of a ReplicaSet has a partition of one GPU, a pod of its own one of the other; ``train`` waits."""
-    api = cluster.api
-    for name, devices in TEMPLATES.items():
-        api.post(f"{DRA}/resourceclaimtemplates", {"metadata": {"name": name}, "spec": {"spec": devices}})
-    api.post(f"{CORE}/pods", busybox_pod("filler", **requesting("full")))
-    bound(cluster, "filler")
-    names = [f"small-{number}" for number in range(MOST)]
-    for name in names:
-        api.post(f"{CORE}/pods", busybox_pod(name, **requesting("small")))
-    bound(cluster, *names)
-    end(cluster, "filler")
-    template = busybox_pod("notebook", restartPolicy="Always", **requesting("small"))
-    labels = {"app": "notebook"}
-    content = {"metadata": {"labels": labels}, "spec": template["spec"]}
-    spec: dict[str, Any] = {"replicas": 1, "selector": {"matchLabels": labels}, "template": content}
-    api.post(f"{APPS}/replicasets", {"metadata": {"name": "notebook"}, "spec": spec})
-    wait_for(lambda: notebook(cluster), SOON_S, "the notebook is bound")
-    for name in names[1:]:
-        end(cluster, name)
-    wait_for(lambda: len(api.get(f"{DRA}/resourceclaims")["items"]) == 2, SOON_S, "the other claims are gone")
-    api.post(f"{CORE}/pods", busybox_pod("train", **requesting("full")))
-    wait_for(lambda: is_refused(cluster), SOON_S, "the scheduler has refused the pod")
-    return cluster
+def scattered() -> Iterator[Cluster]:
+    with scattered_nodes("moves") as running:
+        yield running
 
 
 def test_the_move_to_another_node_that_is_named_makes_room(scattered: Cluster) -> None:

@@ -22,17 +22,29 @@ from tests.support.command import run_tessera
 from tests.support.control_plane import control_plane
 from tests.support.controller import ControllerProcess, plugins
 from tests.support.plugin import PluginFlags
+from tests.support.waiting_pod import (
+    APPS,
+    CORE,
+    DRA,
+    FENCE,
+    FULL,
+    POLICIES,
+    SOON_S,
+    end,
+    events_about,
+    events_of,
+    fenced,
+    is_refused,
+    notebooks,
+    pods,
+    requesting,
+    running_controller,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
-SOON_S = 60.0
-FENCE = "/api/v1/namespaces/tessera/configmaps/tessera-fence"
 BUDGETS = "/apis/policy/v1/namespaces/default/poddisruptionbudgets"
-POLICIES = "/apis/gpu.tessera.dev/v1alpha1/gpupolicies"
-CORE, APPS = "/api/v1/namespaces/default", "/apis/apps/v1/namespaces/default"
-DRA = "/apis/resource.k8s.io/v1/namespaces/default"
-FULL = {"devices": {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu-training"}}]}}
-CLAIMS = [{"name": "gpu", "resourceClaimTemplateName": "full"}]
+CLAIMS = requesting("full")["resourceClaims"]
 POLICY = """apiVersion: gpu.tessera.dev/v1alpha1
 kind: GpuPolicy
 metadata:
@@ -57,15 +69,12 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def controller(cluster: Cluster) -> Iterator[ControllerProcess]:
-    process = ControllerProcess(cluster)
-    process.start()
-    yield process
-    process.stop()
-    assert process.refused() == []
+    with running_controller(cluster) as process:
+        yield process
 
 
 EXTENDED = {"limits": {"deviceclass.resource.kubernetes.io/gpu-training": "1"}}
-BY_CLAIM = {"resourceClaims": CLAIMS}
+BY_CLAIM = requesting("full")
 BY_COUNT = {"container": {"resources": EXTENDED}}
 """How a pod requests a GPU."""
 
@@ -75,7 +84,7 @@ def waiting(cluster: Cluster, controller: ControllerProcess, request: pytest.Fix
     """A notebook of a ReplicaSet has the only GPU; pod ``train`` of a higher priority waits for it."""
     api = cluster.api
     api.post(f"{DRA}/resourceclaimtemplates", {"metadata": {"name": "full"}, "spec": {"spec": FULL}})
-    api.post(f"{APPS}/replicasets", notebooks())
+    api.post(f"{APPS}/replicasets", notebooks("full"))
     wait_for(lambda: [pod for pod in pods(cluster, "notebook") if pod["spec"].get("nodeName")], SOON_S, "bound")
     api.post(f"{CORE}/pods", busybox_pod("train", priorityClassName="serving", **getattr(request, "param", BY_CLAIM)))
     wait_for(lambda: is_refused(cluster), SOON_S, "the scheduler has refused the pod")
@@ -96,39 +105,10 @@ def ends_all_pods(cluster: Cluster) -> bool:
     return not present
 
 
-def end(cluster: Cluster, pod: str) -> None:
-    with accepted_status(NOT_FOUND):
-        cluster.api.request("DELETE", f"{CORE}/pods/{pod}", {"gracePeriodSeconds": 0})
-
-
-def notebooks() -> dict[str, Any]:
-    template = busybox_pod("notebook", resourceClaims=CLAIMS, restartPolicy="Always")
-    labels = {"app": "notebook"}
-    content = {"metadata": {"labels": labels}, "spec": template["spec"]}
-    return {
-        "metadata": {"name": "notebook"},
-        "spec": {"replicas": 1, "selector": {"matchLabels": labels}, "template": content},
-    }
-
-
-def pods(cluster: Cluster, app: str) -> list[dict[str, Any]]:
-    return list(cluster.api.get(f"{CORE}/pods?labelSelector=app%3D{app}")["items"])
-
-
-def is_refused(cluster: Cluster) -> bool:
-    conditions = cluster.api.get(f"{CORE}/pods/train")["status"].get("conditions", [])
-    return any(condition["reason"] == "Unschedulable" for condition in conditions)
-
-
 def preempt(cluster: Cluster, *arguments: str) -> tuple[int, dict[str, Any]]:
     answer = run_tessera(cluster, "preempt", "pod/train", "-o", "json", *arguments)
     assert answer.stdout, answer.stderr
     return answer.exit_code, json.loads(answer.stdout)
-
-
-def events_of(cluster: Cluster, policy: str) -> list[dict[str, Any]]:
-    query = f"fieldSelector=involvedObject.kind%3DGpuPolicy,involvedObject.name%3D{policy}"
-    return list(cluster.api.get(f"{CORE}/events?{query}")["items"])
 
 
 ALL_DAY = {"from": "00:00", "to": "00:00", "timeZone": "Europe/Berlin"}
@@ -273,13 +253,3 @@ def test_a_victim_that_does_not_end_is_reported_and_its_gpu_not_reserved_any_mor
 def deletion_of(cluster: Cluster, pod: dict[str, Any]) -> str | None:
     present = [item for item in pods(cluster, "notebook") if item["metadata"]["uid"] == pod["metadata"]["uid"]]
     return present[0]["metadata"].get("deletionTimestamp") if present else "gone"
-
-
-def fenced(cluster: Cluster) -> str:
-    """All entries of the fence."""
-    fence = cluster.api.get(FENCE)
-    return " ".join((fence.get("data") or {}).values())
-
-
-def events_about(cluster: Cluster, pod: str) -> list[dict[str, Any]]:
-    return list(cluster.api.get(f"{CORE}/events?fieldSelector=involvedObject.name%3D{pod}")["items"])
