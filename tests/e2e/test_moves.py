@@ -9,9 +9,10 @@ import pytest
 
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
+from tests.harness.waiting import wait_for
 from tests.support.command import run_tessera
 from tests.support.scattered_nodes import bound, notebook, scattered_nodes
-from tests.support.waiting_pod import APPS, CORE, end, requesting
+from tests.support.waiting_pod import APPS, CORE, SOON_S, end, requesting
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -32,9 +33,14 @@ def test_the_move_to_another_node_that_is_named_makes_room(scattered: Cluster) -
         f"on node {here} moving default/{claims[here]} (1g.10gb) from gpu-0 to gpu-0 of node {there} would make room"
         for here, there in ((node, other), (other, node))
     ]
-    for command in (["why", "pod/train"], ["status", "-o", "json"]):
+
+    def names_a_move(*command: str) -> bool:
         text = " ".join(run_tessera(scattered, *command).stdout.split())
-        assert [move for move in moves if move in text], text
+        return any(move in text for move in moves)
+
+    # The command may read the cluster while a node has not reported yet what it holds.
+    wait_for(lambda: names_a_move("why", "pod/train"), SOON_S, "why names a move")
+    wait_for(lambda: names_a_move("status", "-o", "json"), SOON_S, "status names a move")
     api.post(f"{CORE}/pods", busybox_pod("next", nodeSelector={"kubernetes.io/hostname": other}, **requesting("small")))
     bound(scattered, "next")
     api.patch(f"{APPS}/replicasets/notebook", {"spec": {"replicas": 0}})
