@@ -30,7 +30,7 @@ from controller.eviction.recent_evictions import EvictionCause
 from controller.eviction.reclaim import RECLAIMED, IdlePods
 from controller.eviction.repack import RepackSearch, goes_on
 from controller.explain.sources.moves import whole_gpus
-from driver.errors import NOT_FOUND, ApiError, UsageError, accepted_status
+from driver.errors import CONFLICT, INVALID, NOT_FOUND, ApiError, UsageError, accepted_status
 from driver.kube.client import KubeClient
 from driver.kube.events import Recorder, Type
 from driver.kube.get_and_list import find_pod, read_claim
@@ -63,7 +63,7 @@ FIRST_PODS, PODS_PER_TURN = 3, 5
 
 WOULD_EVICT, EVICTING = {False: "WouldEvict", True: "WouldMove"}, {False: "Preempting", True: "Repacking"}
 EVICTED_FOR = {Trigger.PREEMPTION: "PreemptedFor", Trigger.RECLAIM: RECLAIMED, Trigger.REPACK: "MovedFor"}
-BLOCKED, INVALID = "PreemptionBlocked", "InvalidPolicy"
+BLOCKED, INVALID_POLICY = "PreemptionBlocked", "InvalidPolicy"
 """Reasons of Events: by whether pods are moved, or by the trigger."""
 
 
@@ -146,7 +146,8 @@ class Preemptions:
         """Lift the reservations of which nothing waits any more, and those that have lasted too long."""
         waiting = frozenset[str]().union(*map(_uids_of, queue.pending))
         reservations = self._reservations.reservations()
-        self._reservations.lift([entry for entry, uids in reservations.items() if not uids & waiting])
+        ended = [uids for uids in set(reservations.values()) if not uids & waiting and not self._is_tried_again(uids)]
+        self._reservations.lift([entry for entry, uids in reservations.items() if uids in ended])
         for uids in self._reservations.lift_overdue_reservations() & self._evicted.keys():
             self._tell_hanging(self._evicted[uids])
         remaining = set(self._reservations.reservations().values())
@@ -155,13 +156,47 @@ class Preemptions:
     def _wake(self, uids: frozenset[str], queue: Queue) -> None:
         """If devices are free for these pods, or pods with these claims: the scheduler may have tried them while it
         wanted to give these to another pod, which the fence then refused."""
-        pods = (pod for pending in queue.pending if uids & _uids_of(pending) for pod in pending.pods)
-        needs = ((needed, queue.nodes_for(pod)) for pod in pods for needed in queue.combinations(pod))
-        if any(queue.feasibility.may_fit(needed, nodes) for needed, nodes in needs):
-            self._reservations.wake_parked_pods()
-            # The scheduler tries them in the order of their last attempts; each time a few at the front are refused.
-            seconds = max(WAKE_INTERVAL_SECONDS, WAKE_SECONDS_PER_POD * len(queue.pods))
+        pods = {pod.metadata.uid: pod for item in queue.pending if uids & _uids_of(item) for pod in item.pods}
+        feasibility, nodes_for = queue.feasibility, queue.nodes_for
+        served = [
+            pod
+            for pod in pods.values()
+            if any(feasibility.may_fit(needed, nodes_for(pod)) for needed in queue.combinations(pod))
+        ]
+        if served:
+            seconds = WAKE_INTERVAL_SECONDS
+            if False in [self._try_again(pod) for pod in served]:
+                self._reservations.wake_parked_pods()
+                # The scheduler tries them in the order of their last attempts; each time some at the front are refused.
+                seconds = max(seconds, WAKE_SECONDS_PER_POD * len(queue.pods))
             self._wake_at = time.monotonic() + seconds
+
+    def _is_tried_again(self, uids: frozenset[str]) -> bool:
+        """Whether the pod with these claims waits though its status named none of them during the last decision."""
+        return uids in self._evicted and self._still_waits(self._evicted[uids].pod)
+
+    def _try_again(self, pod: Pod) -> bool:
+        """Let the scheduler try ``pod`` again, and no other pod: it does so when the claims in its status change.
+
+        False: the scheduler makes the claim of ``pod`` itself. Raises ApiError.
+        """
+        if not pod.spec.resource_claims:
+            return False
+        present = find_pod(self._client, pod.metadata.key)
+        if present is None or not self._still_waits(pod):
+            return True
+        claims = present.status.resource_claim_statuses or pod.spec.resource_claims
+        entered = [
+            {"name": claim.name, "resourceClaimName": claim.resource_claim_name}
+            for claim in claims
+            if claim.resource_claim_template_name is None
+        ]
+        path = f"/api/v1/namespaces/{pod.metadata.namespace}/pods/{pod.metadata.name}/status"
+        for statuses in ([], entered):
+            with accepted_status(NOT_FOUND, CONFLICT, INVALID):
+                body = {"metadata": {"uid": pod.metadata.uid}, "status": {"resourceClaimStatuses": statuses}}
+                self._client.patch(path, body)
+        return True
 
     def _read_policies(self) -> list[GpuPolicy]:
         """The policies of the cluster; none if one of them is not valid: it might forbid what another allows."""
@@ -173,7 +208,7 @@ class Preemptions:
                 except UsageError as error:
                     is_valid = False
                     about = policy_reference(manifest["metadata"]["name"], manifest["metadata"]["uid"])
-                    self._recorder.event(about, INVALID, str(error), "Warning", lasting=True)
+                    self._recorder.event(about, INVALID_POLICY, str(error), "Warning", lasting=True)
         return policies if is_valid else []
 
     def _look(self, policies: Sequence[GpuPolicy], queue: Queue, reserved: Mapping[PoolDevice, frozenset[str]]) -> bool:

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from driver.errors import NOT_FOUND, ApiError, accepted_status
+from driver.kube.client import KubeClient, load_configuration
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
 from tests.harness.waiting import wait_for
@@ -89,10 +90,10 @@ def waiting(cluster: Cluster, controller: ControllerProcess, request: pytest.Fix
     api.post(f"{CORE}/pods", busybox_pod("train", priorityClassName="serving", **getattr(request, "param", BY_CLAIM)))
     wait_for(lambda: is_refused(cluster), SOON_S, "the scheduler has refused the pod")
     yield cluster
-    with accepted_status(NOT_FOUND):
-        api.request("DELETE", f"{BUDGETS}/always-one")
-    for path in (f"{POLICIES}/notebooks", f"{APPS}/replicasets/notebook", f"{DRA}/resourceclaimtemplates/full"):
-        api.request("DELETE", path)
+    ours = (f"{APPS}/replicasets/notebook", f"{DRA}/resourceclaimtemplates/full")
+    for path in (f"{BUDGETS}/always-one", f"{POLICIES}/notebooks", *ours):
+        with accepted_status(NOT_FOUND):
+            api.request("DELETE", path)
     wait_for(lambda: ends_all_pods(cluster), SOON_S, "all pods are gone")
     wait_for(lambda: not api.get(f"{DRA}/resourceclaims")["items"], SOON_S, "all claims are gone")
 
@@ -248,6 +249,33 @@ def test_a_victim_that_does_not_end_is_reported_and_its_gpu_not_reserved_any_mor
 
     wait_for(lambda: says(events_of(waiting, "notebooks")), SOON_S, "the policy is told which victim hangs")
     wait_for(lambda: says(events_about(waiting, "train")), SOON_S, "the waiting pod is told")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"status": {"phase": "Failed"}},
+        {"status": {"podIP": "10.0.0.1", "podIPs": [{"ip": "10.0.0.1"}]}},
+        {"status": {"conditions": None}},
+        {"metadata": {"labels": {"app": "other"}}},
+        {"metadata": {"annotations": {"example.com/other": "x"}}},
+    ],
+    ids=str,
+)
+def test_the_right_to_patch_the_status_of_pods_is_good_for_the_claims_of_waiting_pods_only(
+    waiting: Cluster, change: dict[str, Any]
+) -> None:
+    client = KubeClient(
+        load_configuration(waiting.service_account_kubeconfig("tessera", "tessera-controller")), "tessera-test"
+    )
+    [notebook] = pods(waiting, "notebook")
+    claims: dict[str, Any] = {"status": {"resourceClaimStatuses": []}}
+    client.patch(f"{CORE}/pods/train/status", claims)
+    for pod, refused in (("train", change), (notebook["metadata"]["name"], claims)):
+        with pytest.raises(ApiError, match="Tessera may change only status"):
+            client.patch(f"{CORE}/pods/{pod}/status", refused)
+    train = f"{CORE}/pods/train"
+    wait_for(lambda: waiting.api.get(train)["status"].get("resourceClaimStatuses"), SOON_S, "the claim is named again")
 
 
 def deletion_of(cluster: Cluster, pod: dict[str, Any]) -> str | None:

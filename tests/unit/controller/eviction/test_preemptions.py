@@ -33,8 +33,7 @@ REFUSED = {
     "conditions": [{"type": "PodScheduled", "status": "False", "message": "1 cannot allocate all claims"}],
 }
 BUDGETS = "/apis/policy/v1/namespaces/default/poddisruptionbudgets"
-EVENTS = "/api/v1/namespaces/default/events"
-
+PODS, EVENTS = "/api/v1/namespaces/default/pods", "/api/v1/namespaces/default/events"
 
 ACTIVE = {**EVERYBODY, "mode": "Active"}
 ALL_DAY = {"from": "00:00", "to": "00:00", "timeZone": "Europe/Berlin"}
@@ -104,8 +103,9 @@ class Site:
             name = content["metadata"]["name"]
             metadata = {"name": name, "uid": f"policy-{number}"}
             self.api.store(f"{PATH}/{name}", metadata=metadata, spec=content.get("spec"))
+        self.api.folder(PODS).clear()
         for pod in there.pods:
-            self.api.store(f"/api/v1/namespaces/default/pods/{pod.metadata.name}", **msgspec.to_builtins(pod))
+            self.api.store(f"{PODS}/{pod.metadata.name}", **msgspec.to_builtins(pod))
         for claim in there.claims:
             path = f"/apis/resource.k8s.io/v1/namespaces/default/resourceclaims/{claim.metadata.name}"
             self.api.store(path, **msgspec.to_builtins(claim))
@@ -330,7 +330,7 @@ def test_a_reservation_for_a_pod_lasts_as_long_as_it_waits(counting: Site, state
     if state == "bound":
         pod = replace(pod, spec=replace(pod.spec, node_name="a"))
     there.pods += [] if state == "gone" else [pod]
-    counting.preemptions.turn()
+    counting.turn()
     assert bool(counting.reserved.kept) == is_kept
 
 
@@ -377,14 +377,61 @@ def test_nobody_else_is_evicted_for_a_pod_while_there_is_a_reservation_for_it(si
     assert site.reserved.kept == {GPU: frozenset({"claim"})}
 
 
-def test_the_scheduler_tries_the_waiting_pod_again_once_its_devices_are_free(site: Site) -> None:
+@dataclass
+class Freed:
+    """The victim of ``site`` has ended; ``entered`` are the claims that were written to the status of a pod."""
+
+    site: Site
+    entered: list[tuple[str, Any]]
+
+    def turn(self) -> None:
+        self.site.preemptions.turn()
+
+
+@pytest.fixture(params=["its own claim", "from a template"])
+def freed(site: Site, request: pytest.FixtureRequest) -> Freed:
+    """For a pod that names its claim, or one whose claim is made from a template."""
+    there, entered = site.contest.there, list[tuple[str, Any]]()
+    if request.param == "from a template":
+        [pod] = [pod for pod in there.pods if pod.metadata.name == "pod-of-claim"]
+        there.pods.remove(pod)
+        [claim] = pod.spec.resource_claims
+        made = replace(claim, resource_claim_name=None, resource_claim_template_name="gpus")
+        status = replace(pod.status, resource_claim_statuses=(claim,))
+        there.pods.append(replace(pod, spec=replace(pod.spec, resource_claims=(made,)), status=status))
     site.turn(policy("notebooks", **ACTIVE))
     site.turn()
-    assert site.reserved.woken == 0, "the victim has not ended"
-    site.contest.there.gpus = node_of("a", gpus=1)
-    site.contest.there.claims = [item for item in site.contest.there.claims if item.metadata.name != "notebook"]
-    site.preemptions.turn()
-    assert site.reserved.woken == 1
+    assert site.reserved.kept, "the victim has not ended"
+    site.api.admit = lambda route, old, new: entered.append((route.name, new["status"].get("resourceClaimStatuses")))
+    there.gpus = node_of("a", gpus=1)
+    there.claims = [claim for claim in there.claims if claim.metadata.name != "notebook"]
+    return Freed(site, entered)
+
+
+def test_the_scheduler_tries_the_waiting_pod_alone_again_once_its_devices_are_free(freed: Freed) -> None:
+    """It does when claims are entered in the status of the pod."""
+    freed.turn()
+    claim = {"name": "claim", "resourceClaimName": "claim"}
+    assert freed.entered == [("pod-of-claim", []), ("pod-of-claim", [claim])]
+    assert freed.site.reserved.woken == 0, "no other pod is tried"
+
+
+@pytest.mark.parametrize("meanwhile", [{"nodeName": "a"}, None], ids=["bound", "deleted"])
+def test_a_pod_that_waits_no_more_is_not_tried_again(freed: Freed, meanwhile: dict[str, str] | None) -> None:
+    path = f"{PODS}/pod-of-claim"
+    freed.site.api.drop(path)
+    if meanwhile is not None:
+        freed.site.api.store(path, spec=meanwhile, metadata={"name": "pod-of-claim", "uid": "pod-of-claim"})
+    freed.entered.clear()
+    freed.turn()
+    assert freed.entered == []
+
+
+def test_a_reservation_outlasts_a_decision_made_while_the_status_of_the_pod_named_no_claim(freed: Freed) -> None:
+    there = freed.site.contest.there
+    there.pods = [pod for pod in there.pods if pod.metadata.name != "pod-of-claim"]
+    freed.turn()
+    assert freed.site.reserved.kept
 
 
 def test_a_new_leader_evicts_nobody_while_there_is_a_reservation_of_the_previous_one(site: Site) -> None:
