@@ -52,7 +52,8 @@ CLAIM_SIZE, RESOURCE_SIZE = "claim-size.gpu.tessera.dev", "extended-resource-siz
 OF_SHARED_GPUS = ["stated-memory.gpu.tessera.dev", "largest-shared-claim.gpu.tessera.dev"]
 ADMISSION = [MISUSE, ALL, ONE_SHARE, PARAMETERS, CLAIM_SIZE, RESOURCE_SIZE, *OF_SHARED_GPUS]
 LABELS, POD_CLAIMS = "node-labels.gpu.tessera.dev", "pod-claims.gpu.tessera.dev"
-BOUNDARIES = [LABELS, POD_CLAIMS, *(f"own-{what}.gpu.tessera.dev" for what in ("claims", "events", "fence", "plan", "slices"))]
+OF_NODES = [f"own-{what}.gpu.tessera.dev" for what in ("claims", "events", "fence", "plan", "slices")]
+BOUNDARIES = [LABELS, POD_CLAIMS, *OF_NODES]
 """Part of the rights: what a node's token, and the rights to patch Nodes and the status of Pods, may not do."""
 
 CLASSES = class_texts()
@@ -575,7 +576,8 @@ class TestTheRights:
     def test_to_evict_pods_is_granted_only_to_a_controller_that_does(self) -> None:
         values = {"controller": {"evictConflicting": False, "evictFailedStartsAfter": 0}}
         gone = self.granted() - self.granted(values)
-        assert {(what, verbs) for _, _, what, _, verbs in gone} == {("pods/eviction", "create"), ("pods/status", "patch")}
+        evicting = {("pods/eviction", "create"), ("pods/status", "patch")}
+        assert {(what, verbs) for _, _, what, _, verbs in gone} == evicting
         assert self.granted() == self.granted({"controller": {"evictFailedStartsAfter": 0}})
         flags = [strings(each) for each in rendered(values) if each["kind"] == "Deployment"]
         assert "--no-evict-conflicting" in chain.from_iterable(flags)
