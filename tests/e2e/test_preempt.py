@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.support.chart import ANY_SIZE, install
 from tests.support.command import run_tessera
 from tests.support.control_plane import control_plane
 from tests.support.controller import ControllerProcess, plugins
+from tests.support.faults import signal_scheduler
 from tests.support.plugin import PluginFlags
 from tests.support.waiting_pod import (
     APPS,
@@ -183,18 +185,20 @@ def test_in_quiet_hours_nobody_is_evicted_and_the_policy_says_when_they_end(
 
 
 @pytest.mark.parametrize(
-    ("waiting", "is_killed"),
+    ("waiting", "trouble"),
     [
-        pytest.param(BY_CLAIM, False, id="claim"),
-        pytest.param(BY_CLAIM, True, id="the controller is killed meanwhile"),
-        pytest.param(BY_COUNT, False, id="extended resource", marks=pytest.mark.needs("extended resources")),
+        pytest.param(BY_CLAIM, "", id="claim"),
+        pytest.param(BY_CLAIM, "controller", id="the controller is killed meanwhile"),
+        pytest.param(BY_CLAIM, "scheduler", id="the scheduler is late"),
+        pytest.param(BY_COUNT, "", id="extended resource", marks=pytest.mark.needs("extended resources")),
     ],
     indirect=["waiting"],
 )
 def test_in_the_mode_active_the_notebook_is_evicted_and_the_waiting_pod_gets_its_gpu(
-    waiting: Cluster, controller: ControllerProcess, is_killed: bool
+    waiting: Cluster, controller: ControllerProcess, trouble: str
 ) -> None:
-    """Though the next notebook, and another pod of its priority, would take the GPU at once."""
+    """Though the next notebook, and another pod of its priority, would take the GPU at once. A scheduler that is late
+    is asked to try the pod again."""
     api = waiting.api
     api.post(f"{CORE}/pods", busybox_pod("rival", resourceClaims=CLAIMS))
     [notebook] = pods(waiting, "notebook")
@@ -208,17 +212,24 @@ def test_in_the_mode_active_the_notebook_is_evicted_and_the_waiting_pod_gets_its
     assert f"gpu-0={reserved_for['metadata']['uid']}" in fenced(waiting)
     reason = run_tessera(waiting, "why", "pod/train").stdout
     assert "is reserved for it and free once the evicted pods have ended" in " ".join(reason.split())
-    if is_killed:
+    if trouble == "controller":
         controller.kill()
+    elif trouble == "scheduler":
+        signal_scheduler(waiting, signal.SIGSTOP)
     end(waiting, notebook["metadata"]["name"])
-    if is_killed:
+    if trouble == "controller":
         controller.start()
+    elif trouble == "scheduler":
+        try:
+            wait_for(lambda: has_written_claims(waiting), SOON_S, "the controller asks for another try")
+        finally:
+            signal_scheduler(waiting, signal.SIGCONT)
     wait_for(lambda: api.get(f"{CORE}/pods/train")["spec"].get("nodeName"), SOON_S, "the waiting pod is bound")
     wait_for(lambda: "=" not in fenced(waiting), SOON_S, "the reservation ends")
     others = [*pods(waiting, "notebook"), api.get(f"{CORE}/pods/rival")]
     assert not [pod["metadata"]["name"] for pod in others if pod["spec"].get("nodeName")]
     told = {event["reason"] for event in events_about(waiting, notebook["metadata"]["name"])}
-    assert is_killed or "PreemptedFor" in told
+    assert trouble == "controller" or "PreemptedFor" in told
     checks = json.loads(run_tessera(waiting, "status", "-o", "json").stdout)
     [listed] = [check["evictions"] for check in checks if check["check"] == "evictions"]
     last = {key: listed[-1][key] for key in ("pod", "node", "for", "trigger", "policy")}
@@ -276,6 +287,12 @@ def test_the_right_to_patch_the_status_of_pods_is_good_for_the_claims_of_waiting
             client.patch(f"{CORE}/pods/{pod}/status", refused)
     train = f"{CORE}/pods/train"
     wait_for(lambda: waiting.api.get(train)["status"].get("resourceClaimStatuses"), SOON_S, "the claim is named again")
+
+
+def has_written_claims(cluster: Cluster) -> bool:
+    """Whether the controller has entered the claims in the status of the waiting pod."""
+    writers = cluster.api.get(f"{CORE}/pods/train")["metadata"]["managedFields"]
+    return any("tessera" in writer["manager"] and writer.get("subresource") == "status" for writer in writers)
 
 
 def deletion_of(cluster: Cluster, pod: dict[str, Any]) -> str | None:
