@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, product
 
-from controller.cluster.claim_index import ClusterState
+from controller.cluster.claim_index import ClaimIndex, ClusterState
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.device_search import SearchOutcome
 from controller.demand.feasibility import Feasibility, Matching, Nodes, NodeSearch
@@ -49,6 +49,15 @@ Holders = Mapping[tuple[str, str], tuple[str, ...]]
 """The claims (``namespace/name``) that have a device, by node and name of the device."""
 
 
+def allocated_on(nodes: Iterable[str], claims: ClaimIndex, driver: str) -> Holders:
+    """The claims to which each device of ``nodes`` is allocated."""
+    return {
+        (node, device): tuple(holding.claim for holding in holdings)
+        for node in nodes
+        for device, holdings in claims.holders(Pool(node, driver).name).items()
+    }
+
+
 def held_with_claims(gpu: FleetGpu, holders: Holders) -> Iterator[tuple[Device, tuple[str, ...]]]:
     """The held devices with the claims that have them; one of several claims once for each of them."""
     before: Counter[str] = Counter()
@@ -60,10 +69,22 @@ def held_with_claims(gpu: FleetGpu, holders: Holders) -> Iterator[tuple[Device, 
         yield device, claims
 
 
+def without_claims(gpu: FleetGpu, holders: Holders, gone: frozenset[str]) -> FleetGpu:
+    """``gpu`` once the claims ``gone`` have ended."""
+    return gpu.holding(device for device, of in held_with_claims(gpu, holders) if not of or not gone.issuperset(of))
+
+
 def holders_of(gpus: Iterable[FleetGpu], holders: Holders) -> list[str]:
     """The claims with devices on ``gpus``, by name."""
     devices = {(gpu.node, device.name) for gpu in gpus for device in gpu.held}
     return sorted({claim for device in devices for claim in holders.get(device, ())})
+
+
+def fleet_without(fleet: Fleet, gone: frozenset[str], claims: ClaimIndex, driver: str) -> Fleet:
+    """``fleet`` once those of ``claims`` that are named in ``gone`` have ended."""
+    holders = allocated_on(fleet.nodes, claims, driver)
+    changed = [gpu for gpu in fleet if not gone.isdisjoint(holders_of([gpu], holders))]
+    return fleet.changed(without_claims(gpu, holders, gone) for gpu in changed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,12 +312,7 @@ class Queue:
     @cached_property
     def holders(self) -> Holders:
         """The claims to which each device is allocated."""
-        driver, holders = self.feasibility.matching.driver, self.cluster.claims.holders
-        return {
-            (node, device): tuple(holding.claim for holding in holdings)
-            for node in self.feasibility.fleet.nodes
-            for device, holdings in holders(Pool(node, driver).name).items()
-        }
+        return allocated_on(self.feasibility.fleet.nodes, self.cluster.claims, self.feasibility.matching.driver)
 
     def combinations(self, pod: Pod) -> Iterator[ClaimRequirements]:
         """The joint requirements of a pod's claims, for each combination; none where one of them was refused."""

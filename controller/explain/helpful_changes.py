@@ -15,7 +15,7 @@ from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.device_search import SearchOutcome
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.node_eligibility import Excluded, Exclusion
-from controller.demand.pending_claims import Holders, PendingClaim, Queue, held_with_claims, holders_of
+from controller.demand.pending_claims import Holders, PendingClaim, Queue, holders_of, without_claims
 from controller.demand.requirements import ClaimRequirements, DeviceRequest, RefusedRequest, joined
 from controller.explain.sources.no_free_device import Reasoning
 from controller.explain.sources.selected_gpus import (
@@ -141,12 +141,8 @@ def _fewest(
     """
 
     def enough(ended: Iterable[str]) -> bool:
-        gone = set(ended)
-        remaining = [
-            entry.holding(device for device, of in held_with_claims(entry, claims) if not of or not gone.issuperset(of))
-            for entry in gpus
-        ]
-        return feasibility.fits_on(remaining, requirements)
+        gone = frozenset(ended)
+        return feasibility.fits_on([without_claims(entry, claims, gone) for entry in gpus], requirements)
 
     tried = 0
     for size in range(1, limit + 1):

@@ -22,7 +22,7 @@ from controller.demand.demand import demand_of
 from controller.demand.device_search import SearchOutcome
 from controller.demand.feasibility import Feasibility, Matching, Nodes
 from controller.demand.node_eligibility import Eligibility
-from controller.demand.pending_claims import Queue, claim_for, classes_by_resource
+from controller.demand.pending_claims import Queue, claim_for, classes_by_resource, fleet_without
 from controller.demand.requirements import (
     MAX_COMBINATIONS,
     ClaimRequirements,
@@ -149,13 +149,11 @@ class ImaginedCluster:
         """Let the controller decide what is offered from now on."""
         self._decide(keep=False)
 
-    def fork(self, gone: Collection[str] = (), released: Iterable[FleetGpu] = ()) -> ImaginedCluster:
-        """A cluster like this one: what is placed in it changes nothing here.
-
-        It is without the claims ``gone``; ``released`` are the GPUs of which these have something, without that.
-        """
+    def fork(self, gone: frozenset[str] = frozenset()) -> ImaginedCluster:
+        """A cluster like this one, without the claims ``gone``: what is placed in it changes nothing here."""
         claims = tuple(claim for key, claim in self._claims.items() if str(key) not in gone)
-        content = replace(self._content, fleet=self.fleet.changed(released), claims=claims, offers=self._offers)
+        fleet = fleet_without(self.fleet, gone, self._index, self.driver) if gone else self.fleet
+        content = replace(self._content, fleet=fleet, claims=claims, offers=self._offers)
         other = ImaginedCluster(self.driver, content, self._offer_count, self._clock)
         other._matching, other._waiting = self._matching, list(self._waiting)
         other._scheduler = self._scheduler.fork()

@@ -10,10 +10,12 @@ from typing import Any
 
 import msgspec
 
+from controller.cluster.claim_index import ClaimIndex
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.cluster.node_views import NodeView
 from controller.curation.offer_mode import decide_offer_mode
 from controller.demand.node_eligibility import CORDONED as NODE_CORDONED
+from controller.demand.pending_claims import fleet_without
 from controller.report.cluster_view import ClusterView, unreported_nodes
 from deviceclasses.lint.admission_policies import AdmissionPolicy, chart_policies
 from driver.errors import ApiError, FatalError, UsageError
@@ -25,7 +27,6 @@ from driver.kube.types import ClaimSpec, ClaimTemplate, Key, Metadata, Node
 from driver.model.plan import PlanMode
 from driver.model.reported_gpus import FaultKind, GpuReport
 from driver.slices.publisher import SLICES
-from driver.slices.slice_names import Pool
 from kubelet_plugin.inventory.published_devices import PublishPolicy
 from tessera.gpu_sources import MAX_NODES, anonymous, hardware
 from tessera.simulate.imagined_cluster import ClusterContent
@@ -120,18 +121,11 @@ def without(content: ClusterContent, claim: str, driver: str) -> ClusterContent:
     """The cluster without ``namespace/name``. Raises UsageError if there is no such claim."""
     namespace, _, name = claim.rpartition("/")
     key = Key(namespace or DEFAULT_NAMESPACE, name)
-    gone = next((candidate for candidate in content.claims if candidate.metadata.key == key), None)
-    if gone is None:
+    claims = tuple(other for other in content.claims if other.metadata.key != key)
+    if len(claims) == len(content.claims):
         raise UsageError(f"--without {claim}: there is no ResourceClaim {key}; write NAMESPACE/NAME")
-    names = {(result.pool, result.device) for result in gone.results if result.driver == driver}
-
-    def releasing(entry: FleetGpu) -> FleetGpu:
-        pool = Pool(entry.node, driver).name
-        kept = [device for device in entry.held if (pool, device.name) not in names]
-        return entry if len(kept) == len(entry.held) else entry.holding(kept)
-
-    claims = tuple(candidate for candidate in content.claims if candidate is not gone)
-    return replace(content, claims=claims, fleet=Fleet.of(map(releasing, content.fleet)))
+    fleet = fleet_without(content.fleet, frozenset({str(key)}), ClaimIndex(driver, content.claims), driver)
+    return replace(content, claims=claims, fleet=fleet)
 
 
 def uncordoned(content: ClusterContent, target: str) -> ClusterContent:

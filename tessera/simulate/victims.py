@@ -8,8 +8,7 @@ from functools import partial
 
 import msgspec
 
-from controller.cluster.fleet import FleetGpu
-from controller.demand.pending_claims import Queue, held_with_claims
+from controller.demand.pending_claims import Queue
 from controller.eviction.evictor import MOST_OF_OWNER, Evictor, Job
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, parse_policy
 from controller.eviction.preemption import PODS, Preemption, PreemptionSearch, RunningPods
@@ -86,7 +85,7 @@ class VictimFinder:
             del self._running[victim.metadata.key]
         gone = frozenset[str]().union(*(unit.claims for unit in units))
         self._claims = {key: claim for key, claim in self._claims.items() if str(key) not in gone}
-        later = cluster.fork(gone, _released(cluster.queue(), gone))
+        later = cluster.fork(gone)
         later.settle()
         self._bind(later.place(pod))
         return later
@@ -135,15 +134,6 @@ def _spare_owners(search: PreemptionSearch, preemption: Preemption) -> bool:
                 search.protected[unit.pods] = reason
                 return True
     return False
-
-
-def _released(queue: Queue, gone: frozenset[str]) -> Iterator[FleetGpu]:
-    """The GPUs of which the claims ``gone`` have something, without that."""
-    for entry in queue.feasibility.fleet:
-        devices = list(held_with_claims(entry, queue.holders))
-        kept = [device for device, claims in devices if not claims or not gone.issuperset(claims)]
-        if len(kept) < len(devices):
-            yield entry.holding(kept)
 
 
 def _used(claim: Claim, allocation: Allocation | None, pod: Pod) -> Claim:

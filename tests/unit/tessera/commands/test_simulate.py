@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from driver.model.plan import PATH, OfferMode, PlanMode, PlanStatus
 from driver.model.reported_gpus import GpuReport, encode_inventory
+from driver.model.shared_memory import SharedMemory, SharingStrategy
 from tessera.cli import main
 from tessera.simulate.sources import POLICIES
 from tests.support.api_server import SLICES, ObjectApi
@@ -365,6 +366,31 @@ FULL = [claim("a", asked("gpu-training"))]
 def test_changes_of_the_cluster_are_imagined(cluster: list[str], options: list[str], expected: list[str] | str) -> None:
     fits = isinstance(expected, list)
     assert outcome(simulated(FULL, *cluster, *options, code=0 if fits else 1)) == {"pod-of-a": expected}
+
+
+@pytest.mark.parametrize(
+    ("gone", "expected"), [(["one"], "AllHeld"), (["one", "two"], ["node-b/gpu/gpu-0"])], ids=["one of two", "both"]
+)
+def test_a_shared_gpu_is_free_only_without_all_claims_that_have_a_part_of_it(
+    api: ObjectApi, cluster: list[str], gone: list[str], expected: list[str] | str
+) -> None:
+    report = GpuReport(gpu_of(minor=1), 0, shared=SharedMemory(SharingStrategy.TIME_SLICING, 79 << 30))
+    status = PlanStatus(epoch="1", mode=PlanMode.PLANNED, inventory=encode_inventory([report]))
+    api.store(f"{PATH}/node-b", spec={"epoch": "1"}, status=msgspec.to_builtins(status))
+    device = {
+        "driver": OURS,
+        "pool": f"node-b-{OURS}",
+        "device": "gpu-0-shared",
+        "consumedCapacity": {"memory": "10Gi"},
+    }
+    claims = api.folder(f"{GROUP}/namespaces/team/resourceclaims")
+    spec = claims.pop("holder")["spec"]
+    for name in ("one", "two"):
+        allocation = {"devices": {"results": [{"request": "gpu", "shareID": name, **device}]}}
+        api.store(f"{GROUP}/namespaces/team/resourceclaims/{name}", spec=spec, status={"allocation": allocation})
+    options = [option for name in gone for option in ("--without", f"team/{name}")]
+    code = 0 if isinstance(expected, list) else 1
+    assert outcome(simulated(FULL, *cluster, *options, code=code)) == {"pod-of-a": expected}
 
 
 @pytest.mark.parametrize(
