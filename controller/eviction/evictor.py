@@ -295,10 +295,7 @@ class Evictor:
 
     def owner_limit(self, owner: OwnerReference, pods: Sequence[Pod]) -> str | None:
         """Why those of ``pods`` that belong to ``owner`` are not evicted at present, or None."""
-        lost, more = self._of_owner(owner, pods)
-        if lost + more <= MOST_OF_OWNER:
-            return None
-        return f"{owner.kind} {owner.name} loses at most {MOST_OF_OWNER} pods an hour in this way, and has lost {lost}"
+        return owner_limit(owner, *self._of_owner(owner, pods))
 
     def _of_owner(self, owner: OwnerReference, pods: Sequence[Pod]) -> tuple[int, int]:
         """Numbers of pods of ``owner``: those that were evicted lately, and those among ``pods``."""
@@ -326,6 +323,13 @@ def own_protection(pod: Pod) -> Protection | None:
         kind = "DaemonSet" if owner.kind == "DaemonSet" else "static manifest"
         return Protection(ProtectionRule.BOUND_TO_NODE, f"a pod of a {kind} would come back here")
     return None
+
+
+def owner_limit(owner: OwnerReference, lost: int, more: int) -> str | None:
+    """Why ``owner``, which has lost so many pods within an hour, does not lose so many more; None: it may."""
+    if lost + more <= MOST_OF_OWNER:
+        return None
+    return f"{owner.kind} {owner.name} loses at most {MOST_OF_OWNER} pods an hour in this way, and has lost {lost}"
 
 
 def _owner_key(namespace: str, owner: OwnerReference) -> str:

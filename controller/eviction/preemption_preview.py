@@ -29,12 +29,11 @@ SHOWN_PODS = 5
 
 @dataclass(frozen=True)
 class Preview:
-    """What was found for ``pod``. ``obstacle``: why no pod would be evicted for it.
+    """What ``search`` has shown. ``obstacle``: why no pod would be evicted for its pod.
 
     ``unexamined``: fields of the pod that may keep it from the node, and that the search does not look at.
     """
 
-    pod: Pod
     obstacle: str | None
     preemption: Preemption | None
     search: PreemptionSearch
@@ -128,40 +127,38 @@ def read_idle_since(client: KubeClient) -> dict[tuple[str, str], int]:
 
 
 def preview_of(client: KubeClient, search: PreemptionSearch, evictor: Evictor) -> Preview:
-    """Whom ``evictor`` would evict for the pod of ``search``. Nobody is evicted. Raises ApiError."""
-    unexamined = _unexamined(client, search.pod)
-    return search_in_rounds(search, partial(_spare_protected, client, search, evictor), unexamined)
+    """The pods that ``evictor`` would evict for that of ``search``. None is evicted. Raises ApiError."""
+    return preview_with(partial(protection_of, evictor), partial(_unexamined, client), search)
 
 
-def search_in_rounds(
-    search: PreemptionSearch, spares: Callable[[Preemption], bool], unexamined: Sequence[str] = ()
+def preview_with(
+    protection: Callable[[Sequence[Pod]], str | None],
+    unexamined: Callable[[Pod], Sequence[str]],
+    search: PreemptionSearch,
 ) -> Preview:
-    """The victims of which ``spares``, which leaves out protected units of ``search``, does not leave out any."""
-    obstacle = search.obstacle()
-    for _ in range(MAX_ROUNDS if obstacle is None else 0):
-        preemption = search.best()
-        if preemption is None or not spares(preemption):
-            return Preview(search.pod, None, preemption, search, unexamined)
-    return Preview(search.pod, obstacle, None, search, unexamined)
+    """The same where ``protection`` says why pods must not be evicted together, such as a PodDisruptionBudget.
 
-
-def _spare_protected(client: KubeClient, search: PreemptionSearch, evictor: Evictor, preemption: Preemption) -> bool:
-    """Leave out units that are protected now, such as by a PodDisruptionBudget. Returns whether there were any.
-
-    If only all units together are protected, the one that costs most is left out.
+    Units that are protected are left out; if only all units together are, the one that costs most.
     """
-    units, running = sorted(preemption.victims.units, key=lambda unit: unit.cost), search.running
-    protected = {unit: why for unit in units if (why := protection_of(running.of_units([unit]), evictor)) is not None}
-    for unit in units if search.moves else ():
-        if fields := [field for moved in running.of_units([unit]) for field in _unexamined(client, moved)]:
-            protected[unit] = f"what {', '.join(fields)} of it mean for another node is not examined"
-    if not protected and (why := protection_of(running.of_units(units), evictor)) is not None:
-        protected = {units[-1]: f"{why} together with others"}
-    search.protected |= {unit.pods: why for unit, why in protected.items()}
-    return bool(protected)
+    obstacle, fields, running = search.obstacle(), unexamined(search.pod), search.running
+    for _ in range(MAX_ROUNDS if obstacle is None else 0):
+        preemption, protected = search.best(), dict[tuple[str, ...], str]()
+        units = sorted(preemption.victims.units, key=lambda unit: unit.cost) if preemption is not None else []
+        for unit in units:
+            pods = running.of_units([unit])
+            if (why := protection(pods)) is not None:
+                protected[unit.pods] = why
+            elif search.moves and (hidden := [field for moved in pods for field in unexamined(moved)]):
+                protected[unit.pods] = f"what {', '.join(hidden)} of it mean for another node is not examined"
+        if units and not protected and (why := protection(running.of_units(units))) is not None:
+            protected[units[-1].pods] = f"{why} together with others"
+        if not protected:
+            return Preview(None, preemption, search, fields)
+        search.protected |= protected
+    return Preview(obstacle, None, search, fields)
 
 
-def protection_of(pods: Iterable[Pod], evictor: Evictor) -> str | None:
+def protection_of(evictor: Evictor, pods: Iterable[Pod]) -> str | None:
     """Why ``pods``, which are in the order of their namespaces, must not be evicted together, or None."""
     for _, of_namespace in groupby(pods, key=lambda pod: pod.metadata.namespace):
         try:

@@ -276,7 +276,7 @@ class Preemptions:
             why = "no set of pods that may be evicted makes room for it (tessera preempt)"
             if preview.unexamined:
                 why = f"what {', '.join(preview.unexamined)} of it mean for a node is not examined"
-            about = pod_reference(preview.pod)
+            about = pod_reference(preview.search.pod)
             self._recorder.event(about, BLOCKED, f"no pod is evicted for it: {why}", "Warning", lasting=True)
 
     def _tell(self, chosen: ChosenVictims) -> None:

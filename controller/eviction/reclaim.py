@@ -69,7 +69,7 @@ class IdlePods:
         is_active = all(policy.spec.evicts_idle for _, policy in victims)
         obstacle = self._evictor.recent.limit(victims) if is_active else None
         # What protects them is read from the API server, so only if they would go otherwise.
-        if obstacle is None and protection_of((pod for pod, _ in victims), self._evictor) is not None:
+        if obstacle is None and protection_of(self._evictor, (pod for pod, _ in victims)) is not None:
             return set()
         if not is_active:
             for pod, policy in victims:

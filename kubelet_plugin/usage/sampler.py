@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -115,12 +114,11 @@ class IdleClaims:
         self.report: tuple[tuple[str, ...], str] = (), ""
 
     def check(self, devices: Mapping[Key, MeasuredDevice]) -> None:
-        by_claim, now = defaultdict[str, list[MeasuredDevice]](list), self._clock.now()
+        busiest_of, now = dict[str, MeasuredDevice](), self._clock.now()
         since = dict[tuple[str, float], str]()
-        for usage in devices.values():
-            by_claim[str(usage.record)].append(usage)
-        for claim, of_claim in by_claim.items():
-            busiest = min(of_claim, key=lambda usage: usage.idle_seconds)
+        for usage in sorted(devices.values(), key=lambda usage: -usage.idle_seconds):
+            busiest_of[str(usage.record)] = usage
+        for claim, busiest in busiest_of.items():
             if busiest.idle_seconds >= IDLE_SECONDS:
                 key, began = (claim, busiest.totals.active_at), now - timedelta(seconds=busiest.idle_seconds)
                 is_same = abs((read_time(self._since.get(key, "")) or 0) - began.timestamp()) < IDLE_SECONDS

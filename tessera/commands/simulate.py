@@ -33,12 +33,13 @@ from tessera.simulate.sources import (
     find_template,
     joined,
     of_cluster,
+    policies_of_files,
     priority_classes,
     simulated,
     uncordoned,
     without,
 )
-from tessera.simulate.victims import VictimFinder, policies_of_files
+from tessera.simulate.victims import VictimFinder
 from tessera.simulate.workloads import Reader, Workloads
 from tessera.tables_and_drawings import show, with_output
 
@@ -150,14 +151,12 @@ def _present(
     client: KubeClient | None, driver: str, nodes: str | None, **flags: str | None
 ) -> tuple[ClusterContent, Workloads]:
     """The cluster, if there is one, with the simulated nodes, and the pods that are pending now."""
-    content, waiting = _cluster(client, driver) if client is not None else (_empty(driver), Workloads())
+    content, waiting = _empty(driver), Workloads()
+    if client is not None:
+        view = read_cluster(client, driver)
+        content = of_cluster(client, view, driver)
+        waiting = Workloads(view.queue.pods, groups=dict(view.snapshot.cluster.pod_groups))
     return content if nodes is None else joined(content, simulated(nodes, **flags)), waiting
-
-
-def _cluster(client: KubeClient, driver: str) -> tuple[ClusterContent, Workloads]:
-    """The cluster as it is, and its pending pods."""
-    view = read_cluster(client, driver)
-    return of_cluster(client, view, driver), Workloads(view.queue.pods, groups=dict(view.snapshot.cluster.pod_groups))
 
 
 def _empty(driver: str) -> ClusterContent:
@@ -172,10 +171,7 @@ def _empty(driver: str) -> ClusterContent:
 def _given(
     paths: Sequence[str], client: KubeClient | None, content: ClusterContent, driver: str, *, has_policies: bool
 ) -> Workloads:
-    """The workloads of the files, with templates and admission policies of the cluster if there is one.
-
-    ``has_policies``: priorities matter, too.
-    """
+    """The workloads of the files, with templates and admission policies of the cluster if there is one."""
     documents, priorities = _documents(paths), priority_classes(client) if has_policies else None
     if client is None:
         return Reader(lambda _: None, content.nodes, chart_policies(driver), priorities).read(documents)

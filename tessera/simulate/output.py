@@ -22,9 +22,8 @@ from tessera.tables_and_drawings import Span, cell_width, columns, counted, draw
 MAX_DRAWN_NODES = 16
 """Nodes that are drawn whether or not a pod was placed on them."""
 
-
 SHOWN_REASONS = 2
-"""Different reasons why pods are spared that are shown for a pod for which nobody would be evicted."""
+"""Different reasons why pods are spared that are shown for a pod for which no pod would be evicted."""
 
 
 class Totals(NamedTuple):
@@ -72,13 +71,8 @@ class Simulation:
         ]
         parts += [f"note: {printable(note)}" for note in files.notes]
         if not self.is_short:
-            parts += [
-                *self._placed_text(),
-                *self._reasons_text(),
-                *self._victims_text(),
-                *self._fill_text(),
-                self._picture(),
-            ]
+            parts += [*self._placed_text(), *self._reasons_text(), *self._victims_text(), *self._fill_text()]
+            parts.append(self._picture())
         return "\n\n".join([*parts, self._summary_text()])
 
     @property
@@ -91,16 +85,9 @@ class Simulation:
             fill = {"class": self.fill, **counts, "nextDoesNotFit": list(self.filled.why)}
         files = self.files
         about_files = {"ignored": files.ignored, "notTried": files.untried, "notes": files.notes}
-        placements = list(map(self._as_json, self.placements))
+        tried = {"summary": self._totals()._asdict(), "placements": list(map(self._as_json, self.placements))}
         evictions = None if self.previews is None else [_eviction(preview) for preview in self.previews]
-        return {
-            "summary": self._totals()._asdict(),
-            "placements": placements,
-            **about_files,
-            "evictions": evictions,
-            "fill": fill,
-            "gpus": list(self._gpus()),
-        }
+        return {**tried, **about_files, "evictions": evictions, "fill": fill, "gpus": list(self._gpus())}
 
     def _totals(self) -> Totals:
         fleet = self.cluster.fleet
@@ -131,9 +118,7 @@ class Simulation:
                 for claim, allocation in placement.allocations
                 for result in allocation.devices.results
             ] or [(pod, "-", "-", node, "-", also)]
-        if rows:
-            header = ("POD", "CLAIM", "REQUEST", "NODE", "DEVICE", "ALSO FITS ON")
-            yield columns(header, [tuple(map(printable, row)) for row in rows])
+        yield from _table(("POD", "CLAIM", "REQUEST", "NODE", "DEVICE", "ALSO FITS ON"), rows)
 
     def _name(self, placement: PodPlacement) -> str:
         return f"{placement.pod.metadata.key}{'' if id(placement.pod) in self.given else ' (pending now)'}"
@@ -144,23 +129,19 @@ class Simulation:
             for placement in self.placements
             for reason in placement.reasons
         ]
-        if rows:
-            yield columns(("NOT PLACED", "CLAIM", "REASON", "MESSAGE"), [tuple(map(printable, row)) for row in rows])
+        yield from _table(("NOT PLACED", "CLAIM", "REASON", "MESSAGE"), rows)
 
     def _victims_text(self) -> Iterator[str]:
-        """Who would be evicted for whom, and the pods for which nobody would be."""
+        """Which pods would be evicted for which, and the pods for which none would be."""
         evictions = [_eviction(preview) for preview in self.previews or ()]
         rows = [
             (row["pod"], str(row["priority"]), row["node"], listed(row["victims"]), f"{row['gpuHours']:g}")
             for row in evictions
             if row["node"] is not None
         ]
-        if rows:
-            header = ("ROOM FOR", "PRIORITY", "NODE", "IF THESE WERE EVICTED", "GPU HOURS LOST")
-            yield columns(header, [tuple(map(printable, row)) for row in rows])
+        yield from _table(("ROOM FOR", "PRIORITY", "NODE", "IF THESE WERE EVICTED", "GPU HOURS LOST"), rows)
         others = [(row["pod"], str(row["priority"]), row["why"]) for row in evictions if row["node"] is None]
-        if others:
-            yield columns(("NOBODY FOR", "PRIORITY", "WHY"), [tuple(map(printable, row)) for row in others])
+        yield from _table(("NO EVICTION FOR", "PRIORITY", "WHY"), others)
 
     def _fill_text(self) -> Iterator[str]:
         if self.filled is None:
@@ -237,14 +218,20 @@ class Simulation:
                 yield {"node": node, **about, "held": held}
 
 
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """``rows`` under ``header``; nothing without rows."""
+    if rows:
+        yield columns(header, [tuple(map(printable, row)) for row in rows])
+
+
 def _eviction(preview: Preview) -> dict[str, Any]:
     """The victims for a pod; without any the reason."""
     chosen, spared = preview.preemption, Counter(pods.reason for pods in preview.search.spared)
     spared_because = [f"{reason} ({counted(count, 'time')})" for reason, count in spared.most_common(SHOWN_REASONS)]
     none = "; ".join(["no set of pods that may be evicted makes room for it", *spared_because])
     return {
-        "pod": str(preview.pod.metadata.key),
-        "priority": preview.pod.spec.priority,
+        "pod": str(preview.search.pod.metadata.key),
+        "priority": preview.search.pod.spec.priority,
         "node": None if chosen is None else chosen.node,
         "victims": [] if chosen is None else [pod for unit in chosen.victims.units for pod in unit.pods],
         "gpuHours": 0.0 if chosen is None else chosen.victims.cost.gpu_hours,

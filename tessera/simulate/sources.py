@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from controller.cluster.node_views import NodeView
 from controller.curation.offer_mode import decide_offer_mode
 from controller.demand.node_eligibility import CORDONED as NODE_CORDONED
 from controller.demand.pending_claims import fleet_without
+from controller.eviction.gpu_policy import GpuPolicy, parse_policy
 from controller.report.cluster_view import ClusterView, unreported_nodes
 from deviceclasses.lint.admission_policies import AdmissionPolicy, chart_policies
+from deviceclasses.lint.documents import Document, read_documents
 from driver.errors import ApiError, FatalError, UsageError
 from driver.kube.client import KubeClient
 from driver.kube.get_and_list import RESOURCE_GROUP, list_claims, minor_version, read_all
@@ -160,6 +163,15 @@ def cluster_policies(client: KubeClient, driver: str) -> tuple[AdmissionPolicy, 
         return default
     names = {policy.name for policy in default}
     return tuple(AdmissionPolicy(manifest) for manifest in manifests if manifest["metadata"]["name"] in names)
+
+
+def policies_of_files(paths: Sequence[str]) -> Iterator[GpuPolicy]:
+    """The policies of the option ``--policy``. Raises UsageError."""
+    for path in paths:
+        for document in read_documents(path):
+            if not isinstance(document, Document):
+                raise UsageError(f"--policy {path}: {document.message}")
+            yield parse_policy(document.content, f"--policy {document.file}, document {document.number}")
 
 
 def priority_classes(client: KubeClient | None) -> dict[str, PriorityClass]:

@@ -229,15 +229,14 @@ class Reader:
     def _with_priority(self, document: Document, pod: PodSpec, spec: Mapping[str, Any]) -> PodSpec:
         """The spec of a pod with what its PriorityClass says, as the API server writes it."""
         name = text(spec, "priorityClassName")
-        if self._priorities is None or not name:
-            return pod
-        if name not in self._priorities:
+        priority_class = (self._priorities or {}).get(name)
+        if priority_class is not None:
+            policy = pod.preemption_policy or priority_class.preemption_policy
+            return msgspec.structs.replace(pod, priority=priority_class.value, preemption_policy=policy)
+        if name and self._priorities is not None:
             note = f"{_described(document)}: there is no PriorityClass {name}: its priority counts as {pod.priority}"
             self._found.notes.append(note)
-            return pod
-        priority_class = self._priorities[name]
-        policy = pod.preemption_policy or priority_class.preemption_policy
-        return msgspec.structs.replace(pod, priority=priority_class.value, preemption_policy=policy)
+        return pod
 
     def _owner(self, pod: Metadata, spec: PodSpec, pod_claim: PodResourceClaim) -> Metadata:
         """Whose claim it is: that of the pod, or of its PodGroup if that has the same entry."""

@@ -15,14 +15,14 @@ from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, parse_policy,
 from controller.eviction.preemption import Preemption, PreemptionSearch
 from controller.eviction.preemption_preview import Preview, preview_of, read_running
 from controller.eviction.recent_evictions import RecentEvictions
-from controller.eviction.victim_search import EvictionCost, VictimUnit
+from controller.eviction.victim_search import EvictionCost
 from controller.report.claim_explainer import key_of
 from controller.report.cluster_view import read_cluster
-from driver.errors import NOT_FOUND, ApiError, FatalError
+from driver.errors import NOT_FOUND, FatalError, accepted_status
 from driver.kube.client import KubeClient
 from driver.kube.types import Pod
 from tessera.cluster_options import access_of, with_driver_name, with_kubeconfig
-from tessera.simulate.victims import policies_of_files
+from tessera.simulate.sources import policies_of_files
 from tessera.tables_and_drawings import columns, counted, printable, show, with_output
 
 SecondBest = tuple[str, EvictionCost]
@@ -79,15 +79,11 @@ def preempt(
     sys.exit(0 if preview.preemption is not None else 1)
 
 
-def _of_cluster(client: KubeClient) -> Iterator[GpuPolicy]:
-    try:
-        manifests = list(read_policies(client))
-    except ApiError as error:
-        if error.status == NOT_FOUND:
-            raise FatalError("CustomResourceDefinition gpupolicies is not installed (crd.install)") from error
-        raise
-    for manifest in manifests:
-        yield parse_policy(manifest, f"GpuPolicy {manifest['metadata']['name']}")
+def _of_cluster(client: KubeClient) -> list[GpuPolicy]:
+    with accepted_status(NOT_FOUND):
+        policies = read_policies(client)
+        return [parse_policy(manifest, f"GpuPolicy {manifest['metadata']['name']}") for manifest in policies]
+    raise FatalError("CustomResourceDefinition gpupolicies is not installed (crd.install)")
 
 
 def _waiting_pod(queue: Queue, name: str, namespace: str) -> Pod:
@@ -106,13 +102,16 @@ def _waiting_pod(queue: Queue, name: str, namespace: str) -> Pod:
 def _as_json(preview: Preview, second: SecondBest | None) -> dict[str, Any]:
     preemption, search = preview.preemption, preview.search
     return {
-        "pod": str(preview.pod.metadata.key),
-        "priority": preview.pod.spec.priority,
+        "pod": str(search.pod.metadata.key),
+        "priority": search.pod.spec.priority,
         "obstacle": preview.obstacle,
         "node": None if preemption is None else preemption.node,
         "isCheapest": None if preemption is None else preemption.victims.is_cheapest,
         "cost": None if preemption is None else _cost(preemption.victims.cost),
-        "victims": [] if preemption is None else [_victim(unit) for unit in preemption.victims.units],
+        "victims": [
+            {"pods": unit.pods, "claims": sorted(unit.claims), "cost": _cost(unit.cost)}
+            for unit in (() if preemption is None else preemption.victims.units)
+        ],
         "second": None if second is None else {"node": second[0], "cost": _cost(second[1])},
         "spared": [spared._asdict() for spared in search.spared],
         "shortOf": search.short_of,
@@ -125,12 +124,8 @@ def _cost(cost: EvictionCost) -> dict[str, Any]:
     return {"priority": cost.priority, **pods, "gpuHours": cost.gpu_hours, "slices": cost.slices}
 
 
-def _victim(unit: VictimUnit) -> dict[str, Any]:
-    return {"pods": unit.pods, "claims": sorted(unit.claims), "cost": _cost(unit.cost)}
-
-
 def _as_text(preview: Preview, second: SecondBest | None) -> str:
-    pod, preemption = preview.pod, preview.preemption
+    pod, preemption = preview.search.pod, preview.preemption
     parts = [f"pod {printable(str(pod.metadata.key))} waits for devices with priority {pod.spec.priority}"]
     if preview.obstacle is not None:
         return "\n".join([*parts, f"no pod would be evicted for it: {printable(preview.obstacle)}"])
@@ -153,7 +148,8 @@ def _of_victims(preemption: Preemption, second: SecondBest | None) -> Iterator[s
     how = "the cheapest set" if preemption.victims.is_cheapest else "a set of which no pod is superfluous"
     yield f"on node {preemption.node} there is room if these end, {how}: {_in_words(preemption.victims.cost)}"
     yield ""
-    rows = [[_names(unit.pods), *_cells(unit.cost)] for unit in preemption.victims.units]
+    costs = [(unit.pods, unit.cost) for unit in preemption.victims.units]
+    rows = [[_names(pods), f"{cost.priority}", f"{cost.gpu_hours:g}", f"{cost.slices:g}"] for pods, cost in costs]
     yield columns(["PODS", "PRIORITY", "GPU HOURS", "SLICES"], rows)
     yield ""
     if second is not None:
@@ -165,10 +161,6 @@ def _in_words(cost: EvictionCost) -> str:
     lost = f"{cost.gpu_hours:g} GPU hours lost, {cost.slices:g} memory slices freed"
     idle = f" ({cost.pods - cost.busy} idle)" if cost.busy < cost.pods else ""
     return f"{counted(cost.pods, 'pod')}{idle} of priority {cost.priority} at most, {lost}"
-
-
-def _cells(cost: EvictionCost) -> list[str]:
-    return [str(cost.priority), f"{cost.gpu_hours:g}", f"{cost.slices:g}"]
 
 
 def _names(pods: Sequence[str]) -> str:

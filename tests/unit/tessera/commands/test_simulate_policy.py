@@ -64,7 +64,7 @@ def serve(replicas: int = 1, **spec: Any) -> list[Object]:
 def evictions(objects: list[Object], *options: str) -> dict[str, list[str] | str]:
     """The victims for each pod without a place, or else the reason."""
     answer = simulated(objects, *options, code=1)
-    return {each["pod"]: each["victims"] or each["why"] for each in answer["evictions"]}
+    return {eviction["pod"]: eviction["victims"] or eviction["why"] for eviction in answer["evictions"]}
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,8 @@ def evictions(objects: list[Object], *options: str) -> dict[str, list[str] | str
         pytest.param(
             "h100-pcie-4=1", [workload("Deployment", "notebook", "dev", 4)],
             [full("team-a", count=3), workload("Deployment", "serve", "team-a", priority=1000)],
-            f"{NO_SET}; Deployment notebook loses at most 2 pods an hour in this way (2 times)", id="three of an owner",
+            f"{NO_SET}; Deployment notebook loses at most 2 pods an hour in this way, and has lost 0 together with "
+            "others (2 times)", id="three of an owner",
         ),
     ],
 )  # fmt: skip
@@ -171,7 +172,7 @@ def test_the_table_says_it_and_what_is_drawn_is_the_state_before(policy: list[st
     lines = [line.split() for line in ran.output.splitlines()]
     assert ["team-a/serve-0", "1000", "h100-1-1", "dev/notebook-0", "0"] in lines
     assert "1 pod placed, 1 not; 1 of 1 GPUs in use" in ran.output
-    assert "NOBODY FOR" not in ran.output
+    assert "NO EVICTION FOR" not in ran.output
 
 
 def test_an_unknown_priority_class_is_noted(policy: list[str]) -> None:
@@ -182,7 +183,7 @@ def test_an_unknown_priority_class_is_noted(policy: list[str]) -> None:
     assert "its priority 0 is not below 0" in eviction["why"]
 
 
-def test_without_a_policy_nobody_is_looked_for_and_priority_classes_do_not_matter() -> None:
+def test_without_a_policy_no_victims_are_looked_for_and_priority_classes_do_not_matter() -> None:
     objects = [full("dev"), workload("Deployment", "notebook", "dev"), *serve(priority=None, priorityClassName="none")]
     answer = simulated(objects, "--nodes", "h100-1", code=1)
     assert (answer["evictions"], answer["notes"]) == (None, [])

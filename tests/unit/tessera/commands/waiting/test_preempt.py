@@ -14,6 +14,6 @@ def test_what_a_tenant_has_written_does_not_control_the_terminal() -> None:
     group = {"scheduling.k8s.io/group-name": "group\x1b[2J"}
     contest.there.wants(request(selector=FULL), name="other", schedulerName="volcano", metadata={"annotations": group})
     search = contest.search(schedulerName="volcano", metadata={"annotations": group})
-    text = _as_text(Preview(search.pod, search.obstacle(), None, search, ()), None)
+    text = _as_text(Preview(search.obstacle(), None, search, ()), None)
     assert "it is one of 2 waiting pods of PodGroup group" in text
     assert "\x1b" not in text
