@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import TypedDict, Unpack
 
@@ -27,7 +27,7 @@ RECORD_SECONDS, HISTORY_SECONDS = 3600.0, 86_400.0
 """Time for which an eviction counts, and for which it is shown."""
 
 MAX_RECORD_BYTES, MAX_HISTORY_BYTES = 200 << 10, 64 << 10
-"""Longest record; beyond that nobody is evicted. Beyond the second, evictions that do not count any more are forgotten:
+"""Longest record; beyond that no pod is evicted. Beyond the second, evictions that do not count any more are forgotten:
 every write of the fence carries them. All annotations of an object have at most 256 KiB together."""
 
 MOVED = "repack"
@@ -71,7 +71,7 @@ class RecentEvictions:
     """The record. For one thread; methods raise ApiError. Limits count the last hour; ``record`` has a day.
 
     It is written before a pod is evicted: a leader that is killed between the two leaves a pod that counts only once.
-    Writes build on what was read: of two leaders for a moment, one evicts nobody.
+    Writes build on what was read: of two leaders for a moment, one evicts no pod.
     """
 
     def __init__(self, client: KubeClient, namespace: str, clock: Clock | None = None) -> None:
@@ -188,3 +188,12 @@ class RecentEvictions:
                 self.refresh()
                 if self._text != before:
                     raise  # another controller evicts pods
+
+
+def read_evictions(client: KubeClient, namespace: str) -> Sequence[Eviction] | None:
+    """Those of the last day, the oldest first; None: this account may not read them."""
+    recent = RecentEvictions(client, namespace)
+    with suppress(ApiError):
+        recent.refresh()
+        return recent.record.evictions
+    return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -27,7 +26,7 @@ from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import Queue
 from controller.eviction.failed_starts import REASON as FAILED_START
 from controller.eviction.failed_starts import FailedStart, claim_of
-from controller.eviction.recent_evictions import Eviction, RecentEvictions
+from controller.eviction.recent_evictions import Eviction, read_evictions
 from controller.explain.events import WrittenEvent
 from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ClaimReason
@@ -168,10 +167,7 @@ class ClusterReads(Lookups):
 
     def evictions(self) -> Sequence[Eviction]:
         """Those of the last day, the oldest first; none if this account may not read them."""
-        recent = RecentEvictions(self._client, "" if self._settings is None else self._settings.namespace)
-        with suppress(ApiError):
-            recent.refresh()
-        return recent.record.evictions
+        return read_evictions(self._client, "" if self._settings is None else self._settings.namespace) or ()
 
     def controller_silent(self) -> float | None:
         """Seconds since the last heartbeat of a controller that is silent; None: it is not, or unknown.

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from controller.app import LEASE
-from controller.eviction.recent_evictions import Eviction, RecentEvictions
+from controller.eviction.recent_evictions import Eviction, read_evictions
 from controller.explain.events import COMPONENT, WrittenEvent
 from controller.report.claim_explainer import Explainer, Explanation
 from controller.report.cluster_view import read_cluster
@@ -219,24 +219,18 @@ class SnapshotReader:
         claims = self._read(Listing.CLAIMS, f"{RESOURCE_GROUP}/resourceclaims", Claim)
         plans, own_leases = self._plans(), self._read(Listing.LEASES, leases(self._namespace), Object)
         version = self._client.get_object("/version")
-        explained = self._explained() if plans is not None else ([], [], [], (), NO_CAPACITY)
-        pending, unprepared, unreleased, taint_rules, capacity = explained
+        snapshot = StatusSnapshot(self._driver, self._namespace, self._client.clock.now())
+        snapshot = self._explained(snapshot) if plans is not None else snapshot
         slices = self._read(Listing.SLICES, SLICES, ResourceSlice, f"spec.driver={self._driver}")
-        snapshot = StatusSnapshot(
-            self._driver,
-            self._namespace,
-            self._client.clock.now(),
+        snapshot = replace(
+            snapshot,
+            now=self._client.clock.now(),
             version=version,
             nodes=self._read(Listing.NODES, "/api/v1/nodes", Object),
             slices=_without_monitors(slices),
             others=self._read(Listing.SLICES, SLICES, ResourceSlice, f"spec.driver={NVIDIA_DRIVER}"),
             plans=plans,
             claims=[claim for claim in claims if any(result.driver == self._driver for result in claim.results)],
-            pending=pending,
-            unprepared=unprepared,
-            unreleased=unreleased,
-            taint_rules=taint_rules,
-            capacity=capacity,
             events=self._read(Listing.EVENTS, "/api/v1/events", WrittenEvent, EVENTS_OF_CONTROLLER),
             node_events=self._read(Listing.EVENTS, "/api/v1/events", WrittenEvent, EVENTS_OF_NODES),
             classes=self._read(Listing.CLASSES, f"{RESOURCE_GROUP}/deviceclasses", DeviceClass),
@@ -246,7 +240,7 @@ class SnapshotReader:
             leases={lease["metadata"]["name"]: lease for lease in own_leases},
             node_leases=self._read(Listing.NODE_LEASES, leases("kube-node-lease"), Object),
             daemon_set=self._find(f"{APPS}/namespaces/{self._namespace}/daemonsets", NODE_PLUGIN),
-            evictions=self._evictions(),
+            evictions=read_evictions(self._client, self._namespace),
             autoscaler=self._find("/api/v1/namespaces/kube-system/configmaps", AUTOSCALER),
             unreadable=self._unreadable,
         )
@@ -330,17 +324,20 @@ class SnapshotReader:
             return list(read_all(self._client, path, kind, {"fieldSelector": selector} if selector else {}))
         return []
 
-    def _explained(
-        self,
-    ) -> tuple[list[Explanation], list[Explanation], list[Explanation], Sequence[DeviceTaintRule], Capacity]:
-        """The claims that are pending, can't be prepared, and can't be released; DeviceTaintRules; and slices."""
+    def _explained(self, snapshot: StatusSnapshot) -> StatusSnapshot:
+        """``snapshot`` with what is read together with the pending claims."""
         with self._recorded(Listing.PENDING):
             view = read_cluster(self._client, self._driver)
             explainer = Explainer(view)
-            rules = view.snapshot.cluster.taint_rules
-            capacity = capacity_of(view.fleet, (), requested_kinds(view))
-            return [*explainer.pending()], [*explainer.unprepared()], [*explainer.unreleased()], rules, capacity
-        return [], [], [], (), NO_CAPACITY
+            return replace(
+                snapshot,
+                pending=[*explainer.pending()],
+                unprepared=[*explainer.unprepared()],
+                unreleased=[*explainer.unreleased()],
+                taint_rules=view.snapshot.cluster.taint_rules,
+                capacity=capacity_of(view.fleet, (), requested_kinds(view)),
+            )
+        return snapshot
 
     def _plans(self) -> Mapping[str, GpuNodePlan] | None:
         with self._recorded(Listing.PLANS):
@@ -353,13 +350,6 @@ class SnapshotReader:
                 plans = [_as_of(plan, first) for plan in find_plans(self._client) or ()]
             return None if plans is None else {plan.metadata.name: plan for plan in plans}
         return {}
-
-    def _evictions(self) -> Sequence[Eviction] | None:
-        recent = RecentEvictions(self._client, self._namespace)
-        with suppress(ApiError):
-            recent.refresh()
-            return recent.record.evictions
-        return None
 
     def _find(self, path: str, name: str) -> Object | None:
         return next(iter(self._list_named(path, name)), None)
