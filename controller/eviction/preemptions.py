@@ -5,7 +5,7 @@ a turn reads all pods, claims and plans, so pauses grow with the time that a tur
 
 The GPUs of the victims are reserved for the waiting pod before the first eviction, in the fence's ConfigMap: for its
 claims, and for the pod itself if the scheduler makes its claim only when it has chosen devices (extended resources). As
-long as there is a reservation nobody else is evicted for that pod, and no other pod gets devices of these GPUs: a new
+long as there is a reservation no other pod is evicted for that pod, and no other pod gets devices of these GPUs: a new
 leader finds it there, too. It ends once those do not wait any more, or ``RESERVATION_SECONDS`` after the longest grace
 period of the victims.
 """
@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import sample
-from typing import Protocol
 
 from controller.cluster.claim_index import PoolDevice, gpu_of
 from controller.cluster.fleet import Fleet, FleetGpu
@@ -30,6 +29,7 @@ from controller.eviction.recent_evictions import EvictionCause
 from controller.eviction.reclaim import RECLAIMED, IdlePods
 from controller.eviction.repack import RepackSearch, goes_on
 from controller.explain.sources.moves import whole_gpus
+from controller.fence.fence import Fence
 from driver.errors import CONFLICT, INVALID, NOT_FOUND, ApiError, UsageError, accepted_status
 from driver.kube.client import KubeClient
 from driver.kube.events import Recorder, Type
@@ -67,24 +67,6 @@ BLOCKED, INVALID_POLICY = "PreemptionBlocked", "InvalidPolicy"
 """Reasons of Events: by whether pods are moved, or by the trigger."""
 
 
-class ReservingFence(Protocol):
-    """Whole GPUs of which only certain claims and pods (UIDs) may get anything. Methods raise ApiError."""
-
-    def reserve(self, gpus: Iterable[PoolDevice], uids: Collection[str], seconds: float) -> bool:
-        """Reserve GPUs (``gpu-N`` of a pool) for so long; False: that can't be enforced, and nothing is reserved."""
-
-    def reservations(self) -> dict[PoolDevice, frozenset[str]]:
-        """The UIDs by entry."""
-
-    def lift(self, devices: Collection[PoolDevice]) -> None: ...
-
-    def wake_parked_pods(self) -> None:
-        """Let the scheduler try again the pods that it found no devices for."""
-
-    def lift_overdue_reservations(self) -> Set[frozenset[str]]:
-        """Lift those whose time has passed. Returns their UIDs."""
-
-
 class Preemptions:
     """``queue`` returns the pending claims of the last decision, for another thread; None: none has been made yet.
 
@@ -98,7 +80,7 @@ class Preemptions:
         failure: Callable[[], str | None],
         evictor: Evictor,
         recorder: Recorder,
-        reservations: ReservingFence,
+        reservations: Fence,
         driver_name: str,
     ) -> None:
         self._client, self._queue, self._failure, self._driver_name = client, queue, failure, driver_name
@@ -137,7 +119,7 @@ class Preemptions:
         return rest if reserved else max(0.0, self._look_at - time.monotonic())
 
     def _without(self, queue: Queue, reserved: Iterable[PoolDevice]) -> Queue:
-        """``queue`` without the GPUs that are reserved: nobody else gets anything of them."""
+        """``queue`` without the GPUs that are reserved: no other pod gets anything of them."""
         gpus, present = set(map(gpu_of, reserved)), queue.feasibility
         fleet = Fleet.of(gpu for gpu in present.fleet if self._device_of(gpu) not in gpus) if gpus else present.fleet
         return queue.with_feasibility(Feasibility(fleet, present.matching, is_hypothetical=True))
@@ -234,7 +216,7 @@ class Preemptions:
         running, by_policy = read_running(self._client), GpuPolicies(policies)
         for kind, pods in ((RepackSearch, for_whole), (PreemptionSearch, waiting)):
             pods.sort(key=lambda pod: (-pod.spec.priority, pod.metadata.creation_timestamp or "", pod.metadata.key))
-            pods.sort(key=self._evictor.has_lost_pods)  # the others first: nobody is evicted for these
+            pods.sort(key=self._evictor.has_lost_pods)  # the others first: no pod is evicted for these
             pods[FIRST_PODS:] = sample(pods[FIRST_PODS:], len(pods[FIRST_PODS:]))
             for pod in pods[:PODS_PER_TURN]:
                 search = kind(queue, pod, running, by_policy, self._client.clock)
@@ -271,7 +253,7 @@ class Preemptions:
         return False
 
     def _tell_blocked(self, preview: Preview) -> None:
-        """Say on a pod for which room could be made that nobody is evicted for it."""
+        """Say on a pod for which room could be made that no pod is evicted for it."""
         if preview.obstacle is None and (preview.preemption is None or preview.unexamined):
             why = "no set of pods that may be evicted makes room for it (tessera preempt)"
             if preview.unexamined:
@@ -296,15 +278,14 @@ class Preemptions:
         chosen = chosen._replace(victims=[pair for pair in chosen.victims if pair[0].metadata.uid in present])
         if not chosen.victims:
             return
-        text = f"{chosen.described()}, but have not ended {RESERVATION_SECONDS:.0f} s after the longest grace period"
+        obstacle = f"have not ended {RESERVATION_SECONDS:.0f} s after the longest grace period"
         series = f"{chosen.pod.metadata.uid} hanging"  # what the next search finds does not replace it
-        for policy in chosen.policies:
-            self._recorder.event(policy.reference, BLOCKED, text, "Warning", series)
+        self._tell_policies(chosen, BLOCKED, obstacle, series)
         message = f"pods that were evicted for it have not ended, so that others are looked for: {chosen.named()}"
         self._recorder.event(pod_reference(chosen.pod), BLOCKED, message, "Warning", series)
 
     def _evict(self, chosen: ChosenVictims, queue: Queue) -> bool:
-        """Reserve the GPUs of the victims and evict them, all or nobody; of pods that are moved only the first.
+        """Reserve the GPUs of the victims and evict them, all or none; of pods that are moved only the first.
 
         Returns whether there is a reservation.
         """
@@ -384,9 +365,9 @@ class Preemptions:
         """The GPU as reservations name it."""
         return PoolDevice(Pool(gpu.node, self._driver_name).name, f"gpu-{gpu.number}")
 
-    def _tell_policies(self, chosen: ChosenVictims, reason: str, obstacle: str = "") -> None:
+    def _tell_policies(self, chosen: ChosenVictims, reason: str, obstacle: str = "", series: str = "") -> None:
         text = chosen.described() + (f", but {obstacle}" if obstacle else "")
-        series = chosen.pod.metadata.uid + (" moves" if chosen.moves else "")
+        series = series or chosen.pod.metadata.uid + (" moves" if chosen.moves else "")
         for policy in chosen.policies:
             level: Type = "Warning" if obstacle else "Normal"
             self._recorder.event(policy.reference, reason, text, level, series, lasting=True)

@@ -18,6 +18,7 @@ from controller.eviction.evictor import Evictor
 from controller.eviction.gpu_policy import PATH, GpuPolicy
 from controller.eviction.preemptions import PODS_PER_TURN, RESERVATION_SECONDS, Preemptions
 from controller.eviction.recent_evictions import RecentEvictions
+from controller.fence.fence import Fence
 from controller.metrics import ControllerMetrics
 from driver.kube.events import Recorder
 from driver.kube.types import ExtendedClaimStatus, Metadata, Pod
@@ -40,7 +41,7 @@ ALL_DAY = {"from": "00:00", "to": "00:00", "timeZone": "Europe/Berlin"}
 GPU = PoolDevice(f"a-{DRIVER}", "gpu-0")
 
 
-class KeptReservations:
+class KeptReservations(Fence):
     """Reservations in memory. ``in_force``: whether the fence would refuse others."""
 
     def __init__(self) -> None:
