@@ -54,7 +54,7 @@ class PreemptionRules(_PolicyPart):
 class ReclaimRules(_PolicyPart):
     """Pods with idle devices may be evicted, whatever their priority.
 
-    ``when``: Contended only for a pod that waits for these devices. ``action``: Event evicts nobody. ``keep_at_most``:
+    ``when``: Contended only for a pod that waits for these devices. ``action``: Event evicts no pod. ``keep_at_most``:
     how long after their last activity the annotation ``keep_until`` of a pod protects it.
     """
 
@@ -80,7 +80,7 @@ class EvictionBudget(_PolicyPart):
 
 
 class QuietHours(_PolicyPart):
-    """A part of the day in which nobody is evicted by the policy. It ends on the next day unless ``begin`` is before
+    """A part of the day in which the policy evicts no pod. It ends on the next day unless ``begin`` is before
     ``end``; ``days``: those on which it begins."""
 
     begin: Annotated[TimeOfDay, Field(alias="from")]
@@ -102,7 +102,7 @@ class QuietHours(_PolicyPart):
 class PolicySpec(_PolicyPart):
     """``priority``: of several policies that match a pod the highest counts, then the first by name.
 
-    ``mode``: DryRun evicts nobody. ``namespaces``, ``device_classes``: those of the pods that it matches; empty: all.
+    ``mode``: DryRun evicts no pod. ``namespaces``, ``device_classes``: those of the pods that it matches; empty: all.
     """
 
     priority: Annotated[int, Field(strict=True)] = 0

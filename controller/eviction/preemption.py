@@ -32,7 +32,7 @@ MAX_GRACE_SECONDS = 3600
 """Longest grace period of a victim. Tenants choose it, and the GPU stays reserved until all victims have ended."""
 
 ENDING_SECONDS = 60.0
-"""Nobody is evicted if room is made by pods that must have ended by then."""
+"""No pod is evicted if pods that must have ended by then make room."""
 
 MONTH_SECONDS, HAS_ENDED = 30 * 24 * 3600, {"Succeeded", "Failed"}
 PODS = "pods"

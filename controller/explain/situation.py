@@ -57,7 +57,7 @@ class Situation:
 
     queue               the pending claims and the fleet
     offered             the published devices that can be allocated to new claims, without those known to be fenced
-    fenced              the entries of the fence, as far as they are known
+    fenced              the known entries of the fence
     is_fence_known      whether the fenced devices are known; if not, ``offered`` may have some of them
     unpublished         planned offers of nodes that follow their plans but have not published them yet
     silent              nodes that publish nothing that the scheduler takes, and why

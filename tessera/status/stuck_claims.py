@@ -85,7 +85,7 @@ def pending(snapshot: StatusSnapshot) -> CheckOutput:
 
 
 def room(snapshot: StatusSnapshot) -> CheckOutput:
-    """Memory that is free and serves nobody; never a finding."""
+    """Memory that is free and of no use; never a finding."""
     slices = snapshot.capacity.slices.items()
     stranded = sum(count for (_, state), count in slices if state is SliceState.STRANDED)
     yield f"{counted(round(stranded), 'memory slice')} stranded"

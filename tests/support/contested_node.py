@@ -77,7 +77,7 @@ def claims_of(namespace: str) -> str:
 
 @dataclass
 class Seen:
-    """What the watches told, by UID of the pod: monotonic seconds."""
+    """What the watches reported, by UID of the pod: monotonic seconds."""
 
     bound: dict[str, float] = field(default_factory=dict)
     freed: dict[str, float] = field(default_factory=dict)
@@ -151,7 +151,7 @@ class ContestedNode:
         return str(self.api.post(pods_of(namespace), body)["metadata"]["uid"])
 
     def rivals(self, count: int) -> None:
-        """Pods of the priority of the contenders that wait for full GPUs and for which nobody may be evicted."""
+        """Pods of the priority of the contenders that wait for full GPUs and for which no pod may be evicted."""
 
         def create(number: int) -> None:
             name = f"rival-{number}"

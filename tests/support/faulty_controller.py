@@ -1,6 +1,6 @@
 """``python -P FILE FOLDER``: the real controller, told by files in FOLDER to be slow, to stop or to die at a step.
 
-``settings.json``  what ``tessera controller`` is told by flags; beside it ``lease_s``, ``clock_off_s``, ``hasty``,
+``settings.json``  the flags of ``tessera controller``; next to them ``lease_s``, ``clock_off_s``, ``hasty``,
                    ``interval_s`` and ``reservation_s``
 ``seen``           gets a line "TIME STEP MOMENT" for every moment of every step; TIME is monotonic
 ``delay``          the most seconds by which each moment is delayed: short ones often, long ones seldom

@@ -1,4 +1,4 @@
-"""A pod ``train`` that waits for devices, what the others are, and what is told of them (no kubelet ends a pod)."""
+"""A pod ``train`` that waits for devices, what the others are, and the Events about them (no kubelet ends a pod)."""
 
 from __future__ import annotations
 

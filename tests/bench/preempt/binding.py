@@ -72,7 +72,7 @@ REFUSED = re.compile("Error scheduling pod.*Tessera has reserved")
 
 @dataclass
 class Case:
-    """``seconds``: from the last deallocation to the binding; None: nobody was evicted. ``others``: pods that were
+    """``seconds``: from the last deallocation to the binding; None: no pod was evicted. ``others``: pods that were
     bound meanwhile. ``is_bound``: whether the contender was within ``BOUND_S``; if not, times are those until then.
     """
 
