@@ -121,7 +121,7 @@ def _serving_waits(screen: Screen, cluster: Cluster) -> None:
 
 
 def _policy_is_tried(screen: Screen, cluster: Cluster) -> None:
-    screen.act("A GpuPolicy allows to take GPUs from notebooks. DryRun evicts nobody")
+    screen.act("A GpuPolicy allows to take GPUs from notebooks. DryRun evicts no pod")
     screen.show(POLICY)
     cluster.apply(POLICY)
     screen.command("tessera preempt pod/serve")
@@ -159,9 +159,9 @@ def _preview(cluster: Cluster) -> str:
 def _events(cluster: Cluster) -> str:
     reasons = {"WouldEvict", "Preempting", "PreemptedFor"}
     items = cluster.api.get("/api/v1/namespaces/default/events")["items"]
-    told = [item for item in items if item["reason"] in reasons]
-    told.sort(key=lambda item: item["metadata"]["creationTimestamp"])
-    return "\n".join(f"{item['reason']:13} {item['involvedObject']['name']}: {item['message']}" for item in told)
+    events = [item for item in items if item["reason"] in reasons]
+    events.sort(key=lambda item: item["metadata"]["creationTimestamp"])
+    return "\n".join(f"{item['reason']:13} {item['involvedObject']['name']}: {item['message']}" for item in events)
 
 
 if __name__ == "__main__":

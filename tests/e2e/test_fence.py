@@ -141,7 +141,7 @@ def waiting_pod(cluster: Cluster) -> Iterator[dict[str, Any]]:
     [
         pytest.param("waiting", "waiting", True, id="made and allocated for it"),
         pytest.param("waiting", "other", False, id="another pod's, which looks like one that was made for it"),
-        pytest.param("waiting", None, False, id="nobody's, which looks like one that was made for it"),
+        pytest.param("waiting", None, False, id="no pod's, which looks like one that was made for it"),
         pytest.param(None, "other", False, id="another pod's"),
     ],
 )
@@ -264,7 +264,7 @@ def test_a_full_config_map_is_accepted_and_makes_an_allocation_hardly_slower(
 def test_a_reservation_is_judged_on_the_largest_node_with_all_devices_fenced(
     fence: Fence, controller: KubeClient, scheduler: KubeClient, claim: dict[str, Any]
 ) -> None:
-    """An expression that costs the API server too much would let everybody in."""
+    """An expression that costs the API server too much would admit every allocation."""
     gpus, names = range(16), [f"mig-1g10gb-{place}" for place in range(30)]
     FencedDevices(controller, "tessera", Clock()).add(
         [PoolDevice(POOL, f"gpu-{gpu}-{name}") for gpu in gpus for name in names]

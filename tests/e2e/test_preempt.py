@@ -1,5 +1,5 @@
 """Preemption in the mode DryRun on a real API server and scheduler: pods are named after whose end the waiting pod is
-bound, and nobody is evicted."""
+bound, and no pod is evicted."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_the_pod_is_bound_after_the_victims_that_are_named_have_ended(waiting: C
     wait_for(lambda: api.get(f"{CORE}/pods/train")["spec"].get("nodeName"), SOON_S, "the waiting pod is bound")
 
 
-def test_in_quiet_hours_nobody_is_evicted_and_the_policy_says_when_they_end(
+def test_in_quiet_hours_no_pod_is_evicted_and_the_policy_says_when_they_end(
     waiting: Cluster, controller: ControllerProcess
 ) -> None:
     [notebook] = pods(waiting, "notebook")
@@ -228,8 +228,8 @@ def test_in_the_mode_active_the_notebook_is_evicted_and_the_waiting_pod_gets_its
     wait_for(lambda: "=" not in fenced(waiting), SOON_S, "the reservation ends")
     others = [*pods(waiting, "notebook"), api.get(f"{CORE}/pods/rival")]
     assert not [pod["metadata"]["name"] for pod in others if pod["spec"].get("nodeName")]
-    told = {event["reason"] for event in events_about(waiting, notebook["metadata"]["name"])}
-    assert trouble == "controller" or "PreemptedFor" in told
+    reasons = {event["reason"] for event in events_about(waiting, notebook["metadata"]["name"])}
+    assert trouble == "controller" or "PreemptedFor" in reasons
     checks = json.loads(run_tessera(waiting, "status", "-o", "json").stdout)
     [listed] = [check["evictions"] for check in checks if check["check"] == "evictions"]
     last = {key: listed[-1][key] for key in ("pod", "node", "for", "trigger", "policy")}
@@ -258,8 +258,10 @@ def test_a_victim_that_does_not_end_is_reported_and_its_gpu_not_reserved_any_mor
         messages = [event["message"] for event in events if event["reason"] == "PreemptionBlocked"]
         return [message for message in messages if "have not ended" in message and name in message]
 
-    wait_for(lambda: says(events_of(waiting, "notebooks")), SOON_S, "the policy is told which victim hangs")
-    wait_for(lambda: says(events_about(waiting, "train")), SOON_S, "the waiting pod is told")
+    wait_for(
+        lambda: says(events_of(waiting, "notebooks")), SOON_S, "an Event on the policy names the victim that hangs"
+    )
+    wait_for(lambda: says(events_about(waiting, "train")), SOON_S, "there is an Event on the waiting pod")
 
 
 @pytest.mark.parametrize(

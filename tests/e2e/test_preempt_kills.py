@@ -1,4 +1,4 @@
-"""A controller that is killed at any step of a preemption, and two leaders at once: the waiting pod is served, nobody
+"""A controller that is killed at any step of a preemption, and two leaders at once: the waiting pod is served, no pod
 is evicted twice, no second set of pods is, and no reservation outlasts its deadline."""
 
 from __future__ import annotations

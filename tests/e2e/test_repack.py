@@ -24,7 +24,7 @@ def scattered() -> Iterator[Cluster]:
 
 
 def test_a_movable_notebook_gets_another_place_and_the_waiting_pod_its_gpu(scattered: Cluster) -> None:
-    """Nobody else is evicted: nothing would create the other pod again."""
+    """No other pod is evicted: nothing would create the other pod again."""
     api, first = scattered.api, notebook(scattered)
     assert first is not None
     name, node = first["metadata"]["name"], first["spec"]["nodeName"]

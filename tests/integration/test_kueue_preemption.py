@@ -45,14 +45,14 @@ def cluster(kueue_program: Path, kueue_source: Path) -> Iterator[Cluster]:
 @pytest.fixture
 def queues(cluster: Cluster) -> Iterator[Queues]:
     client = KubeClient(load_configuration(cluster.kubeconfig), "test")
-    found = Queues(client)
-    found.template("one", "gpu-training")
+    queues = Queues(client)
+    queues.template("one", "gpu-training")
     client.create(POLICIES, POLICY)
-    yield found
-    found.remove(f"{POLICIES}/all")
+    yield queues
+    queues.remove(f"{POLICIES}/all")
     with accepted_status(NOT_FOUND):
-        found.remove(f"{REPLICA_SETS}/notebook")
-    found.remove_all()
+        queues.remove(f"{REPLICA_SETS}/notebook")
+    queues.remove_all()
 
 
 def runs(queues: Queues, job: str, pods: int) -> None:
@@ -65,7 +65,7 @@ def pods(queues: Queues, app: str) -> list[Object]:
     return [pod for pod in present if pod["spec"].get("nodeName") and "deletionTimestamp" not in pod["metadata"]]
 
 
-def told(queues: Queues, reason: str, about: str) -> list[str]:
+def messages(queues: Queues, reason: str, about: str) -> list[str]:
     """Messages of the Events with this reason on objects with such a name."""
     events = queues.items("/api/v1/namespaces/default/events")
     return [
@@ -97,7 +97,7 @@ def test_kueue_takes_back_its_quota_and_no_policy_evicts_anyone(queues: Queues) 
     queues.job("urgent", "ordered", "one", priority="high", priorityClassName="serving")
     runs(queues, "urgent", 1)
     assert not queues.admitted("batch")
-    assert not told(queues, "Preempting", "all")
+    assert not messages(queues, "Preempting", "all")
 
 
 def test_a_job_that_kueue_has_admitted_gets_the_gpu_of_a_notebook_outside_of_its_queues(queues: Queues) -> None:
@@ -107,7 +107,7 @@ def test_a_job_that_kueue_has_admitted_gets_the_gpu_of_a_notebook_outside_of_its
     wait_for(partial(queues.admitted, "urgent"), SOON_S, "Kueue admits the job, which it does not know to lack a GPU")
     runs(queues, "urgent", 1)
     assert len(pods(queues, "notebook")) == GPUS - 1
-    assert len(told(queues, "Preempting", "all")) == 1
+    assert len(messages(queues, "Preempting", "all")) == 1
 
 
 def test_jobs_of_kueue_are_never_evicted_for_a_pod_outside_of_its_queues(queues: Queues) -> None:
@@ -116,6 +116,6 @@ def test_jobs_of_kueue_are_never_evicted_for_a_pod_outside_of_its_queues(queues:
     runs(queues, "train", GPUS)
     pod = {"metadata": {"name": "serve"}, "spec": template(priorityClassName="serving", restartPolicy="Never")}
     queues.client.create(PODS, pod)
-    wait_for(lambda: told(queues, "PreemptionBlocked", "serve"), SOON_S, "the pod is told that nobody is evicted")
+    wait_for(lambda: messages(queues, "PreemptionBlocked", "serve"), SOON_S, "an Event says that no pod is evicted")
     assert queues.running("train") == GPUS
     queues.remove(f"{PODS}/serve")

@@ -56,8 +56,8 @@ class Scattered:
         if draw(st.integers(0, 3)) == 0:
             self.there.taint_rule("repair", {"pool": f"{draw(st.sampled_from('abc'))}-{DRIVER}"}, **REPAIR)
         tolerations = draw(st.sampled_from([[], TOLERATION]))
-        wanted = request(selector=FULL, count=draw(st.integers(1, 3)), tolerations=tolerations)
-        self.there.wants(wanted, **draw(selectors()))
+        full_gpus = request(selector=FULL, count=draw(st.integers(1, 3)), tolerations=tolerations)
+        self.there.wants(full_gpus, **draw(selectors()))
 
     def _hold(self, draw: st.DrawFn, name: str, count: int) -> None:
         """Devices of one size for a claim, on one node."""
@@ -144,7 +144,7 @@ def is_satisfied(there: Situation, claim: Claim) -> bool:
     fleet = Fleet.of(gpu.holding(at for at in gpu.held if at not in mine) for gpu in there.gpus)
     slices = PublishedSlices(DRIVER, OfferMode.COUNTERS, {}).of(fleet, [device.offer for device in mine])
     others = [result for result in held(there) if (result.pool, result.device) not in taken]
-    index = SliceIndex(tainted(each, there.taint_rules) for each in slices)
+    index = SliceIndex(tainted(written, there.taint_rules) for written in slices)
     unallocated = replace(claim, status=ClaimStatus())
     return allocate([unallocated], there.nodes[node], index, there.classes, HeldDevices.of(others)) is not None
 

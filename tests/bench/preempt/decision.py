@@ -112,7 +112,7 @@ class Turn:
 
 
 def turn(nodes: int) -> Turn:
-    """The first one with a policy, which evicts nobody."""
+    """The first one with a policy, which evicts no pod."""
     policy = {**POLICY, "metadata": {"name": "bench", "uid": "bench"}, "spec": {**POLICY["spec"], "mode": "DryRun"}}
     policy["spec"] |= {"namespaces": [], "preemption": {"enabled": True, "byNamespaces": ["default"]}}
     with tempfile.TemporaryDirectory() as directory:
@@ -158,7 +158,7 @@ def measure(nodes: int, count: int, results: Results) -> None:
     progress = Progress()
     with progress.part(f"a turn with a policy at {nodes} nodes", 60):
         command = [sys.executable, "-m", "tests.bench.preempt.decision", str(nodes)]
-        found = Turn(**json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+        cost = Turn(**json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
     with progress.part(f"decisions without a policy at {nodes} nodes", 120):
         without, with_loop = pairs(nodes, count)
     baseline = statistics.median(without)
@@ -170,11 +170,11 @@ def measure(nodes: int, count: int, results: Results) -> None:
         Measured(
             "... more with the loop, p50 of the pairs", 100 * more, "%", max(2.0, 100 * (high - low) / baseline), None
         ),
-        Measured(f"CPU of a turn with a policy, {len(WAITING)} pods wait", found.cpu_s, "s", None, None),
-        Measured("... its victims", found.victims, "pods", None, None),
-        Measured("... memory that it adds at most", found.most_mb - found.before_mb, "MB", None, found.before_mb),
+        Measured(f"CPU of a turn with a policy, {len(WAITING)} pods wait", cost.cpu_s, "s", None, None),
+        Measured("... its victims", cost.victims, "pods", None, None),
+        Measured("... memory that it adds at most", cost.most_mb - cost.before_mb, "MB", None, cost.before_mb),
     ]
-    details = {"without_ms": without, "with_ms": with_loop, "turn": asdict(found)}
+    details = {"without_ms": without, "with_ms": with_loop, "turn": asdict(cost)}
     results.add("decision", figures, details)
 
 

@@ -1,4 +1,4 @@
-"""What a GpuPolicy says: the times in which it evicts nobody, and values that are refused."""
+"""What a GpuPolicy says: the times in which it evicts no pod, and values that are refused."""
 
 from __future__ import annotations
 

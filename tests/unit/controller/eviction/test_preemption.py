@@ -206,7 +206,7 @@ def test_a_pod_is_spared_with_its_reason(
         pytest.param((), {}, "devices for it are free", id="free"),
     ],
 )
-def test_nobody_ends_for_a_pod_that_needs_or_wants_no_eviction(
+def test_no_pod_is_evicted_for_one_that_needs_or_wants_no_eviction(
     held: tuple[str, ...], pod: dict[str, Any], reason: str
 ) -> None:
     contest = Contest(node_of("a", *held, gpus=1))
@@ -263,7 +263,9 @@ def test_the_sets_that_are_tried_for_one_pod_are_limited_however_often_protected
     ],
 )
 @pytest.mark.parametrize("count", [1, 2])
-def test_nobody_ends_if_pods_that_are_ending_anyway_make_room(ends: str, obstacle: str | None, count: int) -> None:
+def test_no_pod_is_evicted_if_pods_that_are_ending_anyway_make_room(
+    ends: str, obstacle: str | None, count: int
+) -> None:
     contest = Contest([*node_of("a", "full", gpus=1), *node_of("b", "full", gpus=2)])
     contest.runs("ending", "a", "gpu-0", metadata={"deletionTimestamp": ends})
     for number in range(2):
@@ -291,7 +293,7 @@ def test_the_pods_of_a_job_go_together_if_they_work_together(spec: dict[str, Any
     assert names(contest.search().best()) == victims
 
 
-def test_a_pod_of_a_job_whose_pods_wait_together_gets_nobody_evicted() -> None:
+def test_a_pod_of_a_job_whose_pods_wait_together_gets_no_pod_evicted() -> None:
     contest = Contest(node_of("a", "full", gpus=1))
     contest.runs("p", "a", "gpu-0")
     contest.jobs.append(msgspec.convert({"metadata": {"name": "train", "uid": "owner"}, "spec": INDEXED}, Job))

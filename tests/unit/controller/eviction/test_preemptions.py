@@ -1,4 +1,4 @@
-"""Evictions for pods of higher priority: nobody in the mode DryRun, all victims or none in the mode Active."""
+"""Evictions for pods of higher priority: none in the mode DryRun, all victims or none in the mode Active."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Site:
             self.api.store(f"/api/v1/nodes/{name}", **msgspec.to_builtins(node))
         self.preemptions.turn()
 
-    def told(self) -> list[tuple[str, str, str]]:
+    def events(self) -> list[tuple[str, str, str]]:
         """Policy, reason and message of the Events."""
         events: list[Object] = list(self.api.folder(EVENTS).values())
         return [(event["involvedObject"]["name"], event["reason"], event["message"]) for event in events]
@@ -142,10 +142,10 @@ def site() -> Iterator[Site]:
         yield Site(api, recorder)
 
 
-def test_the_policy_of_the_victims_is_told_who_would_be_evicted_and_nobody_is(site: Site) -> None:
+def test_an_event_on_the_policy_names_the_victims_and_none_is_evicted(site: Site) -> None:
     site.turn(policy("notebooks", **EVERYBODY))
-    eventually(site.told, "an Event is written")
-    [(name, reason, message)] = site.told()
+    eventually(site.events, "an Event is written")
+    [(name, reason, message)] = site.events()
     assert (name, reason) == ("notebooks", "WouldEvict")
     assert message.startswith(
         "for pod default/pod-of-claim of priority 10 in the mode Active these would be evicted on "
@@ -155,10 +155,10 @@ def test_the_policy_of_the_victims_is_told_who_would_be_evicted_and_nobody_is(si
     assert site.reserved.kept == {}
 
 
-def test_in_quiet_hours_the_mode_dry_run_says_so_and_counts_nobody(site: Site) -> None:
+def test_in_quiet_hours_the_mode_dry_run_says_so_and_counts_no_pod(site: Site) -> None:
     site.turn(policy("notebooks", **EVERYBODY, quietHours=[ALL_DAY]))
-    eventually(site.told, "an Event is written")
-    [(_, reason, message)] = site.told()
+    eventually(site.events, "an Event is written")
+    [(_, reason, message)] = site.events()
     assert reason == "WouldEvict"
     assert re.search(r", but policy notebooks has quiet hours until \w{3} 00:00 \(Europe/Berlin\)$", message)
     assert site.counted() == 0
@@ -181,7 +181,7 @@ def test_the_same_victims_of_the_same_pod_count_once(site: Site) -> None:
 def test_without_a_policy_for_the_waiting_pod_only_the_policies_are_read(site: Site, spec: dict[str, Any]) -> None:
     site.turn(policy("notebooks", **spec))
     assert site.read() == {PATH}
-    assert site.told() == []
+    assert site.events() == []
 
 
 def test_a_pod_that_the_scheduler_has_not_refused_takes_nothing(site: Site) -> None:
@@ -195,8 +195,8 @@ def test_a_pod_that_the_scheduler_has_not_refused_takes_nothing(site: Site) -> N
 def test_one_policy_that_is_not_valid_stops_all_and_says_so(site: Site) -> None:
     wrong = {"metadata": {"name": "wrong"}, "spec": {"preemption": {"enabled": "yes"}}}
     site.turn(policy("notebooks", **EVERYBODY), wrong)
-    eventually(site.told, "an Event is written")
-    [(name, reason, message)] = site.told()
+    eventually(site.events, "an Event is written")
+    [(name, reason, message)] = site.events()
     assert (name, reason) == ("wrong", "InvalidPolicy")
     assert "spec.preemption.enabled" in message
     assert site.counted() == 0
@@ -220,27 +220,27 @@ def test_a_pod_with_a_field_that_is_not_examined_takes_nothing(
     site.api.store(f"{PATH}/notebooks", metadata={"name": "notebooks", "uid": "p"}, spec=EVERYBODY)
     site.preemptions.turn()
     assert site.counted() == 0
-    eventually(site.told, "an Event is written")
+    eventually(site.events, "an Event is written")
     message = f"no pod is evicted for it: what {named} of it mean for a node is not examined"
-    assert site.told() == [("pod-of-claim", "PreemptionBlocked", message)]
+    assert site.events() == [("pod-of-claim", "PreemptionBlocked", message)]
 
 
-def test_a_pod_for_which_nobody_may_be_evicted_says_so(site: Site) -> None:
+def test_an_event_on_a_pod_says_that_no_pod_may_be_evicted_for_it(site: Site) -> None:
     site.contest.there.pods = [
         replace(pod, spec=replace(pod.spec, priority=10)) if pod.metadata.name == "notebook" else pod
         for pod in site.contest.there.pods
     ]
     site.turn(policy("notebooks", **ACTIVE))
-    eventually(site.told, "an Event is written")
+    eventually(site.events, "an Event is written")
     message = "no pod is evicted for it: no set of pods that may be evicted makes room for it (tessera preempt)"
-    assert site.told() == [("pod-of-claim", "PreemptionBlocked", message)]
+    assert site.events() == [("pod-of-claim", "PreemptionBlocked", message)]
 
 
 def test_a_cluster_without_the_definition_has_no_policies(site: Site) -> None:
     site.api.once("list", lambda exchange: exchange.refuse(404, "the server could not find the requested resource"))
     site.turn()
     assert site.read() == {PATH}
-    assert site.told() == []
+    assert site.events() == []
 
 
 def test_a_turn_looks_for_victims_of_a_few_pods_only(site: Site) -> None:
@@ -267,15 +267,15 @@ def test_in_the_mode_active_the_gpu_is_reserved_for_the_claim_and_the_victim_evi
     assert site.api.evicted == ["notebook"]
     assert site.reserved.kept == {GPU: frozenset({"claim"})}
     assert site.counted("evicted") == 1
-    eventually(lambda: len(site.told()) == 3, "all Events are written")
-    told = {(name, reason): message for name, reason, message in site.told()}
-    assert told["notebook", "PreemptedFor"] == (
+    eventually(lambda: len(site.events()) == 3, "all Events are written")
+    message_of = {(name, reason): message for name, reason, message in site.events()}
+    assert message_of["notebook", "PreemptedFor"] == (
         "evicted for pod pod-of-claim of priority 10, which waits for its devices"
     )
-    assert told["pod-of-claim", "Preempting"] == (
+    assert message_of["pod-of-claim", "Preempting"] == (
         "its devices are taken back on node a; pods that are evicted: notebook"
     )
-    assert ("notebooks", "Preempting") in told
+    assert ("notebooks", "Preempting") in message_of
 
 
 @pytest.mark.parametrize("rules", [None, [{"action": "FailJob", "onPodConditions": None}]])
@@ -370,7 +370,7 @@ def test_two_waiting_pods_get_gpus_of_different_victims_at_once(site: Site) -> N
     assert {*site.reserved.kept.values()} == {frozenset({"claim"}), frozenset({"other"})}
 
 
-def test_nobody_else_is_evicted_for_a_pod_while_there_is_a_reservation_for_it(site: Site) -> None:
+def test_no_other_pod_is_evicted_for_a_pod_while_there_is_a_reservation_for_it(site: Site) -> None:
     site.turn(policy("notebooks", **ACTIVE))
     site.api.evicted.clear()
     site.turn(policy("notebooks", **ACTIVE))
@@ -435,7 +435,7 @@ def test_a_reservation_outlasts_a_decision_made_while_the_status_of_the_pod_name
     assert freed.site.reserved.kept
 
 
-def test_a_new_leader_evicts_nobody_while_there_is_a_reservation_of_the_previous_one(site: Site) -> None:
+def test_a_new_leader_evicts_no_pod_while_there_is_a_reservation_of_the_previous_one(site: Site) -> None:
     site.reserved.kept = {GPU: frozenset({"claim"})}
     site.turn(policy("notebooks", **ACTIVE))
     assert site.api.evicted == []
@@ -474,12 +474,12 @@ def test_a_victim_that_has_not_ended_is_named_on_the_waiting_pod_though_there_is
     site.reserved.is_overdue = True
     site.preemptions.turn()
 
-    def told() -> list[str]:
-        blocked = [event for event in site.told() if event[:2] == ("pod-of-claim", "PreemptionBlocked")]
+    def messages() -> list[str]:
+        blocked = [event for event in site.events() if event[:2] == ("pod-of-claim", "PreemptionBlocked")]
         return sorted(message for _, _, message in blocked)
 
-    eventually(lambda: len(told()) == 2, "both are said")
-    assert told() == [
+    eventually(lambda: len(messages()) == 2, "both are said")
+    assert messages() == [
         "no pod is evicted for it: no set of pods that may be evicted makes room for it (tessera preempt)",
         "pods that were evicted for it have not ended, so that others are looked for: notebook",
     ]
@@ -507,8 +507,8 @@ def test_a_victim_that_has_not_ended_in_time_is_reported_and_another_one_evicted
     site.reserved.is_overdue = True
     site.preemptions.turn()
     assert site.api.evicted == ["hanging", "dear"]
-    eventually(lambda: ("dear", "PreemptedFor") in {event[:2] for event in site.told()}, "the last Event is written")
-    blocked = {name: message for name, reason, message in site.told() if reason == "PreemptionBlocked"}
+    eventually(lambda: ("dear", "PreemptedFor") in {event[:2] for event in site.events()}, "the last Event is written")
+    blocked = {name: message for name, reason, message in site.events() if reason == "PreemptionBlocked"}
     if ends:
         assert blocked == {}
         return
@@ -560,8 +560,8 @@ def test_what_prevents_evictions_is_said_on_the_policy(
         claim["status"] = {"allocation": {"devices": {"results": []}}}
     site.api.store(f"{PATH}/notebooks", metadata={"name": "notebooks", "uid": "p"}, spec={**ACTIVE, **spec})
     site.preemptions.turn()
-    eventually(site.told, "an Event is written")
-    [(name, reason, message)] = site.told()
+    eventually(site.events, "an Event is written")
+    [(name, reason, message)] = site.events()
     assert (name, reason) == ("notebooks", "PreemptionBlocked")
     assert obstacle in message
     assert (site.api.evicted, site.reserved.kept) == ([], {})

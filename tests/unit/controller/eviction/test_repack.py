@@ -41,15 +41,15 @@ class Scattered(Site):
         self.now = self.api.server.client().clock.now()
         self.begin()
 
-    def begin(self, waited: float = 1.0, **one: Any) -> None:
+    def begin(self, waited: float = 1.0, **pod: Any) -> None:
         """The situation, with more fields of the pod ``one``."""
         partitions = [f"{SMALL}-0", f"{SMALL}-3"]
         gpus = [fleet_gpu("a", 0, H100, *partitions), fleet_gpu("b", 0, H100, "mig-4g40gb-0")]
-        self.contest = Contest(gpus, cpu=one.pop("cpu", "64"))
+        self.contest = Contest(gpus, cpu=pod.pop("cpu", "64"))
         node = self.contest.there.nodes["a"]
         self.contest.there.nodes["a"] = replace(node, metadata=replace(node.metadata, labels={"zone": "a"}))
-        one = {"metadata": owned_by("one"), "since": self.ago(0.5), **one}
-        self.contest.runs("one", "a", f"gpu-0-{SMALL}-0", **one)
+        pod = {"metadata": owned_by("one"), "since": self.ago(0.5), **pod}
+        self.contest.runs("one", "a", f"gpu-0-{SMALL}-0", **pod)
         self.contest.runs("two", "a", f"gpu-0-{SMALL}-3", metadata=owned_by("two"), since=self.ago(0.5))
         self.contest.runs("large", "b", "gpu-0-mig-4g40gb-0", metadata={"ownerReferences": []})
         self.contest.search(selector=FULL, status=REFUSED, metadata={"creationTimestamp": self.ago(waited)})
@@ -57,8 +57,8 @@ class Scattered(Site):
     def waits(self, claim: str) -> None:
         """Another pod of less priority wants a full GPU."""
         metadata = {"creationTimestamp": self.ago(1)}
-        wanted = request(selector=FULL)
-        self.contest.there.wants(wanted, name=claim, priority=5, status=REFUSED, metadata=metadata)
+        full_gpu = request(selector=FULL)
+        self.contest.there.wants(full_gpu, name=claim, priority=5, status=REFUSED, metadata=metadata)
 
     def has_another(self, *held: str) -> None:
         """Node c has a GPU of which the pod ``three`` has a device, or another pod all that is ``held``."""
@@ -104,11 +104,11 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scattered]:
         yield Scattered(api, recorder)
 
 
-def test_in_the_mode_dry_run_the_policy_is_told_the_moves_and_nobody_is_evicted(site: Scattered) -> None:
+def test_in_the_mode_dry_run_the_policy_names_the_moves_and_no_pod_is_evicted(site: Scattered) -> None:
     for _ in range(2):
         site.turn(policy("notebooks", **REPACK))
-    eventually(site.told, "an Event is written")
-    [(name, reason, message)] = site.told()
+    eventually(site.events, "an Event is written")
+    [(name, reason, message)] = site.events()
     assert (name, reason) == ("notebooks", "WouldMove")
     assert message.startswith(
         "for pod default/pod-of-claim of priority 10 in the mode Active these would be evicted on node a: default/one, "
@@ -139,7 +139,7 @@ def test_the_next_pod_is_moved_once_the_last_one_runs_again(
     assert site.api.evicted == ["one", "two"]
     assert (site.reserved.kept, site.reserved.seconds) == ({GPU: frozenset({"claim"})}, 0.0), "it is not renewed"
     about = {("notebooks", "Repacking"), ("pod-of-claim", "Repacking"), ("one", "MovedFor"), ("two", "MovedFor")}
-    eventually(lambda: about <= {(name, reason) for name, reason, _ in site.told()}, "all Events are written")
+    eventually(lambda: about <= {(name, reason) for name, reason, _ in site.events()}, "all Events are written")
     assert [(name, trigger) for name, trigger, *_ in site.recorded()] == [
         ("default/one", "repack"),
         ("default/two", "repack"),
@@ -155,7 +155,9 @@ def test_the_next_pod_stays_while_the_last_one_is_ending_though_its_successor_is
 
 def test_the_mode_dry_run_tells_both_what_it_would_move_and_whom_it_would_evict(site: Scattered) -> None:
     site.turn(policy("notebooks", **REPACK, **EVERYBODY))
-    eventually(lambda: {reason for _, reason, _ in site.told()} == {"WouldMove", "WouldEvict"}, "there are two Events")
+    eventually(
+        lambda: {reason for _, reason, _ in site.events()} == {"WouldMove", "WouldEvict"}, "there are two Events"
+    )
 
 
 def test_only_pods_of_the_first_plan_are_moved_one_after_the_other(site: Scattered) -> None:
@@ -220,7 +222,7 @@ def test_a_budget_that_is_used_up_ends_it_and_no_other_reservation(site: Scatter
     assert (site.api.evicted, site.reserved.kept) == (["one"], {OTHER_GPU: frozenset({"other"})})
 
 
-def test_nobody_is_moved_any_more_once_the_pod_is_served(site: Scattered) -> None:
+def test_no_pod_is_moved_any_more_once_the_pod_is_served(site: Scattered) -> None:
     site.turn(policy("notebooks", **ACTIVE))
     site.ends("one", start=4)
     site.contest.there.pods = [pod for pod in site.contest.there.pods if pod.metadata.name != "pod-of-claim"]
@@ -228,7 +230,7 @@ def test_nobody_is_moved_any_more_once_the_pod_is_served(site: Scattered) -> Non
     assert (site.api.evicted, site.reserved.kept) == (["one"], {})
 
 
-def test_nobody_is_moved_while_the_policy_does_not_allow_it_any_more(site: Scattered) -> None:
+def test_no_pod_is_moved_while_the_policy_does_not_allow_it_any_more(site: Scattered) -> None:
     site.turn(policy("notebooks", **ACTIVE))
     site.ends("one", start=4)
     site.turn(policy("notebooks", mode="Active"))
@@ -241,7 +243,7 @@ DAEMON = {"metadata": owned_by("one", "DaemonSet")}
 
 
 @pytest.mark.parametrize(
-    ("spec", "one", "is_moved"),
+    ("spec", "pod", "is_moved"),
     [
         pytest.param(ACTIVE, {}, True, id="it may be"),
         pytest.param({"mode": "Active"}, {}, False, id="movable is false"),
@@ -251,7 +253,7 @@ DAEMON = {"metadata": owned_by("one", "DaemonSet")}
         pytest.param(ACTIVE, {"priority": 1000}, True, id="its priority does not matter"),
         pytest.param(ACTIVE, {"since": 20.0}, False, id="more GPU hours would be lost than the pod has waited"),
         pytest.param(ACTIVE, {"waited": 0.1}, False, id="the pod has not waited for so many GPU hours"),
-        pytest.param(ACTIVE, {"metadata": {"ownerReferences": []}}, False, id="nobody would create it again"),
+        pytest.param(ACTIVE, {"metadata": {"ownerReferences": []}}, False, id="no controller would create it again"),
         pytest.param(ACTIVE, DAEMON, False, id="it would come back to this node"),
         pytest.param(ACTIVE, {"nodeSelector": {"zone": "a"}}, False, id="it can run on this node only"),
         pytest.param(ACTIVE, {"schedulingGroup": {"podGroupName": "gang"}}, True, id="it is alone in its PodGroup"),
@@ -260,11 +262,11 @@ DAEMON = {"metadata": owned_by("one", "DaemonSet")}
     ],
 )
 def test_a_pod_is_moved_only_if_it_may_and_can_be(
-    site: Scattered, spec: dict[str, Any], one: dict[str, Any], is_moved: bool
+    site: Scattered, spec: dict[str, Any], pod: dict[str, Any], is_moved: bool
 ) -> None:
-    if "since" in one:
-        one = {**one, "since": site.ago(one["since"])}
-    site.begin(**one)
+    if "since" in pod:
+        pod = {**pod, "since": site.ago(pod["since"])}
+    site.begin(**pod)
     site.turn(policy("notebooks", **spec))
     assert site.api.evicted == (["one"] if is_moved else [])
 
@@ -305,7 +307,7 @@ def test_pods_that_stay_on_the_node_keep_their_cpu_there(site: Scattered, cpu: s
         pytest.param({}, [], id="no policy lets it take devices"),
     ],
 )
-def test_a_dry_run_of_moves_keeps_nobody_from_being_evicted_for_the_pod(
+def test_a_dry_run_of_moves_keeps_no_pod_from_being_evicted_for_the_pod(
     site: Scattered, preemption: dict[str, Any], evicted: list[str]
 ) -> None:
     moving: GpuPolicy = policy("movable", priority=1, deviceClasses=["none"], **REPACK)

@@ -66,7 +66,7 @@ def test_claims_that_wait_for_what_others_hold_are_counted_and_no_finding() -> N
     assert result(SOUND, "claims").summary == "no claim is pending"
 
 
-def test_free_memory_that_serves_nobody_is_counted_and_no_finding() -> None:
+def test_free_memory_that_is_of_no_use_is_counted_and_no_finding() -> None:
     gpus = [fleet_gpu("n", number, H100, "mig-1g10gb-0") for number in range(2)]
     snapshot = replace(SOUND, capacity=capacity_of(Fleet.of(gpus), (), {FULL}))
     assert found(snapshot) == {}

@@ -126,7 +126,7 @@ TO_B = "on node a moving default/small (1g.10gb) from gpu-0 to gpu-0 of node b w
     ("claim", "pod", "expected"),
     [
         pytest.param({}, user(), TO_B, id="the pod could run there"),
-        pytest.param({}, None, "", id="nobody knows its pod"),
+        pytest.param({}, None, "", id="its pod is not known"),
         pytest.param({}, user(nodeSelector={"zone": "b"}), TO_B, id="its node selector has that node, too"),
         pytest.param({}, user(nodeSelector={"zone": "a"}), "", id="its node selector has not"),
         pytest.param({}, user("small", "other"), "", id="the pod has another claim, too"),
