@@ -21,6 +21,7 @@ from controller.demand.pod_requests import RequestedAmount, requested, total
 from controller.eviction.evictor import ADMIN_ACCESS, Job, own_protection
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, ReclaimRules, seconds_of
 from controller.eviction.victim_search import EvictionCost, Tries, VictimSet, VictimUnit, cheapest_victims
+from controller.explain.sources.moves import Move
 from driver.clock import Clock, read_time
 from driver.kube.types import Claim, Key, Node, Pod, PodSpec
 
@@ -234,11 +235,10 @@ class PreemptionSearch:
 
     ``protected``: why units, by their pods, are left out, such as by a PodDisruptionBudget; the caller adds them.
     ``spared``: all that was left out on the nodes that were searched. ``short_of``: by node, the resource of which it
-    would have too little for the pod even without all victims. ``moves``: those of the victims' devices to other
-    places, in words, if nothing is taken away.
+    would have too little for the pod even without all victims. ``moves``: of the victims' devices, if they are moved.
     """
 
-    moves = ""
+    moves: tuple[Move, ...] = ()
     _rules = VictimRules
 
     def __init__(self, queue: Queue, pod: Pod, running: RunningPods, policies: GpuPolicies, clock: Clock) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from controller.eviction.evictor import Evictor, Job, Trigger
 from controller.eviction.gpu_policy import GpuPolicy
 from controller.eviction.preemption import Preemption, PreemptionSearch, RunningPods
+from controller.explain.sources.moves import Move, moves_text
 from driver.errors import NOT_FOUND, ApiError, accepted_status
 from driver.kube.client import KubeClient
 from driver.kube.get_and_list import list_claims, read_all
@@ -51,7 +52,7 @@ class ChosenVictims(NamedTuple):
     preemption: Preemption
     victims: list[tuple[Pod, GpuPolicy]]
     idle: frozenset[str]
-    moves: str
+    moves: tuple[Move, ...]
     running: frozenset[str]
 
     @classmethod
@@ -90,7 +91,7 @@ class ChosenVictims(NamedTuple):
             f"for pod {pod.metadata.key} of priority {pod.spec.priority} {mode} on node {self.preemption.node}: "
             f"{', '.join(names[:SHOWN_PODS])}{more}, of priority {cost.priority} at most; "
             f"{cost.gpu_hours:g} GPU hours lost{f'; {idle} of them idle' if idle else ''}"
-            f"{'; one at a time: ' if self.moves else ''}{self.moves}"
+            f"{'; one at a time: ' if self.moves else ''}{moves_text(self.moves)}"
         )
 
     def named(self) -> str:

@@ -27,7 +27,7 @@ from controller.eviction.preemption import HAS_ENDED, PreemptionSearch
 from controller.eviction.preemption_preview import ChosenVictims, Preview, preview_of, read_running
 from controller.eviction.recent_evictions import EvictionCause
 from controller.eviction.reclaim import RECLAIMED, IdlePods
-from controller.eviction.repack import RepackSearch, goes_on
+from controller.eviction.repack import RepackSearch, goes_on, gpus_of, next_pods, place_of
 from controller.explain.sources.moves import whole_gpus
 from controller.fence.fence import Fence
 from driver.errors import CONFLICT, INVALID, NOT_FOUND, ApiError, UsageError, accepted_status
@@ -90,6 +90,8 @@ class Preemptions:
         """By UID of a waiting pod and whether they would be moved, the victims that were counted last."""
         self._evicted: dict[frozenset[str], ChosenVictims] = {}
         """By the UIDs for which GPUs are reserved, the pods that were evicted."""
+        self._places: dict[frozenset[str], ChosenVictims] = {}
+        """By the UID of the owner for whose next pod GPUs are reserved, the pod that was moved."""
         self._look_at = 0.0
         self._wake_at = 0.0
         self.loop = Loop("evicting pods for others", self.turn, 0.0)
@@ -107,12 +109,11 @@ class Preemptions:
         if reserved and began >= self._wake_at:
             self._wake(frozenset[str]().union(*reserved.values()), queue)
         rest = max(RESERVED_INTERVAL_SECONDS, REST_FACTOR * (time.monotonic() - began))
-        is_due = not reserved or began >= self._look_at
-        if is_due:
-            policies, has_room = self._read_policies(), len(set(reserved.values())) < MAX_RESERVATIONS
+        if not reserved or began >= self._look_at:
+            policies, waiting = self._read_policies(), set(reserved.values()) - self._places.keys()
             if policies and (
-                self._move_next(policies, queue, reserved)
-                or (has_room and self._look(policies, self._without(queue, reserved), reserved))
+                self._move_next(policies, queue)
+                or (len(waiting) < MAX_RESERVATIONS and self._look(policies, self._without(queue, reserved), reserved))
             ):
                 return RESERVED_INTERVAL_SECONDS
             self._look_at = time.monotonic() + max(INTERVAL_SECONDS, REST_FACTOR * (time.monotonic() - began))
@@ -125,8 +126,12 @@ class Preemptions:
         return queue.with_feasibility(Feasibility(fleet, present.matching, is_hypothetical=True))
 
     def _end_reservations(self, queue: Queue) -> None:
-        """Lift the reservations of which nothing waits any more, and those that have lasted too long."""
-        waiting = frozenset[str]().union(*map(_uids_of, queue.pending))
+        """Enter next pods of owners; lift reservations of which nothing waits, and those that have lasted too long."""
+        for owner, last in self._places.items():
+            if pods := next_pods(last, queue.pods):
+                self._reservations.hand_over(owner, pods[0].metadata.uid)
+                self._evicted[frozenset({pods[0].metadata.uid})] = last._replace(pod=pods[0], victims=[], moves=())
+        waiting = frozenset[str]().union(*map(_uids_of, queue.pending), *self._places)
         reservations = self._reservations.reservations()
         ended = [uids for uids in set(reservations.values()) if not uids & waiting and not self._is_tried_again(uids)]
         self._reservations.lift([entry for entry, uids in reservations.items() if uids in ended])
@@ -134,6 +139,7 @@ class Preemptions:
             self._tell_hanging(self._evicted[uids])
         remaining = set(self._reservations.reservations().values())
         self._evicted = {uids: chosen for uids, chosen in self._evicted.items() if uids in remaining}
+        self._places = {owner: last for owner, last in self._places.items() if owner in remaining}
 
     def _wake(self, uids: frozenset[str], queue: Queue) -> None:
         """If devices are free for these pods, or pods with these claims: the scheduler may have tried them while it
@@ -228,18 +234,21 @@ class Preemptions:
         self._idle_pods.turn(by_policy, running)
         return False
 
-    def _move_next(
-        self, policies: Sequence[GpuPolicy], queue: Queue, reserved: Mapping[PoolDevice, frozenset[str]]
-    ) -> bool:
-        """Go on with moving pods for one that waits. Returns whether there was an eviction."""
-        for uids, last in self._evicted.items():
-            if last.moves:
-                self._evictor.recent.refresh()
-                seen = self._without(queue, [entry for entry, of in reserved.items() if of != uids])
-                running, clock = read_running(self._client), self._client.clock
-                search = RepackSearch(seen, last.pod, running, GpuPolicies(policies), clock)
-                preview = preview_of(self._client, search, self._evictor)
-                return goes_on(last, preview.preemption, running) and self._serve(preview)
+    def _move_next(self, policies: Sequence[GpuPolicy], queue: Queue) -> bool:
+        """Lift places of owners whose next pods run; go on with moves. Returns whether there was an eviction."""
+        moves = [(uids, last) for uids, last in self._evicted.items() if last.moves]
+        if not moves and not self._places:
+            return False
+        running, clock = read_running(self._client), self._client.clock
+        for owner, last in self._places.items():
+            if next_pods(last, running.pods.values()):
+                self._lift(owner)
+        for uids, last in moves:
+            self._evictor.recent.refresh()
+            others = [entry for entry, of in self._reservations.reservations().items() if of != uids]
+            search = RepackSearch(self._without(queue, others), last.pod, running, GpuPolicies(policies), clock)
+            preview = preview_of(self._client, search, self._evictor)
+            return goes_on(last, preview.preemption, running) and self._serve(preview)
         return False
 
     def _serve(self, preview: Preview) -> bool:
@@ -297,8 +306,9 @@ class Preemptions:
             self._lift(uids)
             return False
         grace = max(victim.spec.termination_grace_period_seconds for victim, _ in chosen.victims)
-        gpus, is_reserved = self._gpus_of(chosen, queue), uids in self._evicted
-        if not is_reserved and not self._reservations.reserve(gpus, uids, grace + RESERVATION_SECONDS):
+        seconds, place = grace + RESERVATION_SECONDS, place_of(chosen, queue.feasibility.fleet)
+        needed = place | ({} if uids in self._evicted else {uids: gpus_of(chosen, queue)})
+        if not all(self._reservations.reserve(map(self._device_of, needed[of]), of, seconds) for of in needed):
             self._tell_policies(chosen, BLOCKED, "the fence, which reserves their devices, is not in force or full")
             return False
         self._tell_policies(chosen, EVICTING[bool(chosen.moves)])
@@ -313,6 +323,7 @@ class Preemptions:
                 cause = EvictionCause(policy=policy.metadata.name, contender=str(chosen.pod.metadata.key))
                 cause["gpu_hours"] = hours[str(victim.metadata.key)]
                 if self._evictor.evict(victim, chosen.trigger(victim), **cause):
+                    self._places |= dict.fromkeys(place, chosen)
                     reason = EVICTED_FOR[chosen.trigger(victim)]
                     self._recorder.event(pod_reference(victim), reason, chosen.for_victim(victim), "Warning")
         except ApiError as error:
@@ -350,16 +361,6 @@ class Preemptions:
             is_allocated = bool(claims) and all(claim.status.allocation is not None for claim in claims)
             return present.metadata.deletion_timestamp is None and not is_allocated
         return False
-
-    def _gpus_of(self, chosen: ChosenVictims, queue: Queue) -> list[PoolDevice]:
-        """The GPUs of the victims; for a pod that needs several devices the unheld ones of the node, too."""
-        node, units = chosen.preemption.node, chosen.preemption.victims.units
-        freed = frozenset[str]().union(*(unit.gpus for unit in units))
-        counts = [request.count for needed in queue.combinations(chosen.pod) for request in needed.requests]
-        takes_unheld = len(counts) != 1 or counts[0] != 1
-        entries = queue.feasibility.fleet.nodes[node]
-        devices = [gpu for gpu in entries if gpu.gpu.uuid in freed or (takes_unheld and not gpu.held)]
-        return [self._device_of(gpu) for gpu in devices]
 
     def _device_of(self, gpu: FleetGpu) -> PoolDevice:
         """The GPU as reservations name it."""

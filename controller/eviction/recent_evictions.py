@@ -93,7 +93,7 @@ class RecentEvictions:
         since = self._now() - seconds
         return sum(past.node == node and past.at > since for past in self.record.evictions)
 
-    def limit(self, victims: Collection[tuple[Pod, GpuPolicy]], moves: str = "") -> str | None:
+    def limit(self, victims: Collection[tuple[Pod, GpuPolicy]], moves: Collection[object] = ()) -> str | None:
         """Why the policies of these pods do not let them be evicted now: quiet hours, a budget; None: they do.
 
         With ``moves``, to where they can have their devices, the limit of repacking counts, too.

@@ -1,16 +1,19 @@
 """Which pods can have their devices elsewhere so that a waiting pod gets full GPUs, as GpuPolicies allow it.
 
 Nothing is taken away: whatever their priorities, pods are evicted one at a time, the next one only once a new pod of
-the last one's owner is bound and there still is a place for it. Places are not reserved for the new pods.
+the last one's owner is bound and there still is a place for it. The GPU of the place is reserved for the new pod.
 """
 
 from __future__ import annotations
 
-from controller.demand.pending_claims import IMPLICIT
+from collections.abc import Iterable
+
+from controller.cluster.fleet import Fleet, FleetGpu
+from controller.demand.pending_claims import IMPLICIT, Queue
 from controller.eviction.preemption import Preemption, PreemptionSearch, RunningPods, VictimRules
 from controller.eviction.preemption_preview import ChosenVictims
 from controller.eviction.victim_search import VictimUnit, as_set
-from controller.explain.sources.moves import HeldDevice, moves_text, moves_that_help, whole_gpus
+from controller.explain.sources.moves import HeldDevice, moves_that_help, whole_gpus
 from controller.explain.sources.no_free_device import Reasoning
 from driver.kube.types import Pod
 
@@ -37,11 +40,10 @@ class RepackSearch(PreemptionSearch):
     def best(self) -> Preemption | None:
         self._movable: dict[str, VictimUnit | None] = {}
         [pending, *_] = self.queue.of_pod(self.pod)
-        moves = moves_that_help(Reasoning(self.queue).for_claim(pending).queue, self.pod, self._may_go)
-        self.moves = moves_text(moves)
-        moved = {move: unit for move in moves if (unit := self._unit_of(move.claim)) is not None}
+        self.moves = moves_that_help(Reasoning(self.queue).for_claim(pending).queue, self.pod, self._may_go)
+        moved = {move: unit for move in self.moves if (unit := self._unit_of(move.claim)) is not None}
         waited = self._clock.seconds_since(self.pod.metadata.creation_timestamp) / 3600
-        victims, node = as_set(list(dict.fromkeys(moved.values()))), moves[0].source.node if moved else ""
+        victims, node = as_set(list(dict.fromkeys(moved.values()))), self.moves[0].source.node if moved else ""
         is_due = victims.cost.gpu_hours <= waited * whole_gpus(self.queue, self.pod)
         gone = [unit for move, unit in moved.items() if move.target.node != node]
         return Preemption(node, victims) if moved and is_due and self._lacking(node, gone) is None else None
@@ -66,12 +68,41 @@ class RepackSearch(PreemptionSearch):
         )
 
 
+def gpus_of(chosen: ChosenVictims, queue: Queue) -> list[FleetGpu]:
+    """The GPUs of the victims, or those that moves make whole; for a pod that needs several devices the unheld ones of
+    the node, too."""
+    node, units = chosen.preemption.node, chosen.preemption.victims.units
+    freed = {move.source.gpu.uuid for move in chosen.moves} or set[str]().union(*(unit.gpus for unit in units))
+    counts = [request.count for needed in queue.combinations(chosen.pod) for request in needed.requests]
+    takes_unheld = len(counts) != 1 or counts[0] != 1
+    entries = queue.feasibility.fleet.nodes[node]
+    return [gpu for gpu in entries if gpu.gpu.uuid in freed or (takes_unheld and not gpu.held)]
+
+
+def place_of(chosen: ChosenVictims, fleet: Fleet) -> dict[frozenset[str], list[FleetGpu]]:
+    """By the UID of its owner, the GPUs where the next pod of the first victim's owner can have the devices of that
+    victim; empty if nobody is moved."""
+    moved, units = chosen.victims[0][0], chosen.preemption.victims.units
+    if not chosen.moves or moved.controller is None:
+        return {}
+    claims, sources = set(map(str, moved.claims)), {move.source.gpu.uuid for move in chosen.moves}
+    remaining = frozenset[str]().union(*(unit.gpus for unit in units if unit.claims <= claims)) - sources
+    targets = {move.target.gpu.uuid for move in chosen.moves if move.claim in claims}
+    return {frozenset({moved.controller.uid}): [fleet.gpus[uuid] for uuid in sorted(targets | remaining)]}
+
+
+def next_pods(last: ChosenVictims, pods: Iterable[Pod]) -> list[Pod]:
+    """Those of ``pods`` that the owner of the pod that was evicted last has created since."""
+    moved = last.victims[0][0]
+    of_namespace = (pod for pod in pods if pod.metadata.namespace == moved.metadata.namespace)
+    new = (pod for pod in of_namespace if pod.metadata.uid not in last.running)
+    return [pod for pod in new if pod.controller == moved.controller]
+
+
 def goes_on(last: ChosenVictims, next_moves: Preemption | None, running: RunningPods) -> bool:
     """Whether the pod that was evicted last has ended, a new one of its owner is bound, and the next ones to move are
     those that remain."""
-    moved = last.victims[0][0]
-    new = (pod for key, pod in running.pods.items() if key.namespace == moved.metadata.namespace)
-    owners = [pod.controller for pod in new if pod.metadata.uid not in last.running]
     remaining = {unit.pods for unit in next_moves.victims.units} if next_moves is not None else set()
     is_planned = remaining <= {unit.pods for unit in last.preemption.victims.units}
-    return is_planned and moved.metadata.uid not in running.uids and moved.controller in owners
+    has_ended = last.victims[0][0].metadata.uid not in running.uids
+    return is_planned and has_ended and bool(next_pods(last, running.pods.values()))

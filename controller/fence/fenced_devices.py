@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 
 from controller.cluster.claim_index import RESERVED, PoolDevice
 from driver.clock import Clock
@@ -89,11 +89,11 @@ class FencedDevices:
                 # The response may have been lost: from here on they count as fenced.
                 self.devices = self.devices | dict.fromkeys(new, self._clock.monotonic())
 
-    def remove(self, devices: Collection[PoolDevice]) -> None:
-        """Remove the entries; nothing is written if there are none."""
+    def remove(self, devices: Collection[PoolDevice], new: Set[PoolDevice] = frozenset()) -> None:
+        """Remove the entries, and add ``new`` ones in their place; nothing is written if there are none."""
         with self._lock:
             if present := self.devices.keys() & set(devices):
-                self._write(set(), present)
+                self._write(set(new), present)
 
     def room(self, seconds: float) -> int:
         """Number of devices that can be fenced if only entries of at least that age are dropped."""

@@ -1,5 +1,5 @@
-"""Repacking on a real API server and scheduler: a pod with a partition is moved to another node, and the pod that waits
-for a full GPU gets the one that becomes whole."""
+"""Repacking on a real API server and scheduler: a pod with a partition is moved to the last free place of another node,
+and the pod that waits for a full GPU gets the one that becomes whole."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from collections.abc import Iterator
 import pytest
 
 from tests.harness.cluster import Cluster
+from tests.harness.manifests import busybox_pod
 from tests.harness.waiting import wait_for
 from tests.support.command import run_tessera
-from tests.support.scattered_nodes import bound, notebook, scattered_nodes
-from tests.support.waiting_pod import CORE, POLICIES, SOON_S, end, events_about, events_of, fenced
+from tests.support.scattered_nodes import MOST, bound, notebook, scattered_nodes
+from tests.support.waiting_pod import CORE, POLICIES, SOON_S, end, events_about, events_of, fenced, requesting
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
 def scattered() -> Iterator[Cluster]:
-    with scattered_nodes("repack") as running:
+    """The notebook is of a StatefulSet, which makes its next pod only once the last one has ended."""
+    with scattered_nodes("repack", small=MOST - 1, owners="statefulsets") as running:
         yield running
 
 
 def test_a_movable_notebook_gets_another_place_and_the_waiting_pod_its_gpu(scattered: Cluster) -> None:
-    """No other pod is evicted: nothing would create the other pod again."""
+    """No other pod is evicted: nothing would create the other pods again. A pod that comes while the notebook ends and
+    that would fit there does not get its place."""
     api, first = scattered.api, notebook(scattered)
     assert first is not None
     name, node = first["metadata"]["name"], first["spec"]["nodeName"]
@@ -45,14 +48,21 @@ def test_a_movable_notebook_gets_another_place_and_the_waiting_pod_its_gpu(scatt
         assert of_either.search(text), text
     api.patch(f"{POLICIES}/movable", {"spec": {"mode": "Active"}})
     wait_for(lambda: api.get(f"{CORE}/pods/{name}")["metadata"].get("deletionTimestamp"), SOON_S, "it is evicted")
-    assert "gpu-0=" in fenced(scattered)
+    assert fenced(scattered).count("gpu-0=") == 2
+    api.post(f"{CORE}/pods", busybox_pod("rival", node=other, **requesting("small")))
+    wait_for(lambda: is_refused_by_fence(scattered, "rival"), SOON_S, "the API server refuses the rival the place")
     end(scattered, name)
     bound(scattered, "train")
-    wait_for(lambda: "=" not in fenced(scattered), SOON_S, "the reservation ends")
     again = wait_for(lambda: notebook(scattered), SOON_S, "the next notebook is bound")
     assert again is not None
+    wait_for(lambda: "=" not in fenced(scattered), SOON_S, "the reservations end")
+    assert "nodeName" not in api.get(f"{CORE}/pods/rival")["spec"]
     assert again["metadata"]["uid"] != first["metadata"]["uid"]
     nodes = {pod: api.get(f"{CORE}/pods/{pod}")["spec"]["nodeName"] for pod in ("train", "small-0")}
     assert (again["spec"]["nodeName"], nodes) == (other, {"train": node, "small-0": other})
     assert {event["reason"] for event in events_about(scattered, name)} >= {"MovedFor"}
     assert "deletionTimestamp" not in api.get(f"{CORE}/pods/small-0")["metadata"]
+
+
+def is_refused_by_fence(cluster: Cluster, pod: str) -> bool:
+    return any("Tessera has reserved" in event["message"] for event in events_about(cluster, pod))

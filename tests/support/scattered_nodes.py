@@ -34,19 +34,20 @@ MOST = 7
 
 
 @contextmanager
-def scattered_nodes(name: str) -> Iterator[Cluster]:
+def scattered_nodes(name: str, small: int = 1, owners: str = "replicasets") -> Iterator[Cluster]:
     """A cluster of this name, with a controller and two nodes with an H100 each.
 
-    A notebook of a ReplicaSet has a partition of one GPU, a pod of its own one of the other; ``train`` waits.
+    A notebook of such an owner has a partition of one GPU, ``small`` pods of their own those of the other; ``train``
+    waits.
     """
     with control_plane(name) as running:
         install(running, ANY_SIZE)
         with plugins(running, ["one", "two"], PluginFlags(gpus="sim:h100-1")), running_controller(running):
-            _scatter(running)
+            _scatter(running, small, owners)
             yield running
 
 
-def _scatter(cluster: Cluster) -> None:
+def _scatter(cluster: Cluster, small: int, owners: str) -> None:
     api = cluster.api
     for name, devices in TEMPLATES.items():
         api.post(f"{DRA}/resourceclaimtemplates", {"metadata": {"name": name}, "spec": {"spec": devices}})
@@ -57,11 +58,11 @@ def _scatter(cluster: Cluster) -> None:
         api.post(f"{CORE}/pods", busybox_pod(name, **requesting("small")))
     bound(cluster, *names)
     end(cluster, "filler")
-    api.post(f"{APPS}/replicasets", notebooks("small"))
+    api.post(f"{APPS}/{owners}", notebooks("small"))
     wait_for(lambda: notebook(cluster), SOON_S, "the notebook is bound")
-    for name in names[1:]:
+    for name in names[small:]:
         end(cluster, name)
-    wait_for(lambda: len(api.get(f"{DRA}/resourceclaims")["items"]) == 2, SOON_S, "the other claims are gone")
+    wait_for(lambda: len(api.get(f"{DRA}/resourceclaims")["items"]) == 1 + small, SOON_S, "the other claims are gone")
     api.post(f"{CORE}/pods", busybox_pod("train", **requesting("full")))
     wait_for(lambda: is_refused(cluster), SOON_S, "the scheduler has refused the pod")
 

@@ -42,16 +42,22 @@ GPU = PoolDevice(f"a-{DRIVER}", "gpu-0")
 
 
 class KeptReservations(Fence):
-    """Reservations in memory. ``in_force``: whether the fence would refuse others."""
+    """Reservations in memory. ``in_force``: whether the fence would refuse others. ``taken``: GPUs that no pod gets."""
 
     def __init__(self) -> None:
         self.in_force, self.kept, self.is_overdue = True, dict[PoolDevice, frozenset[str]](), False
+        self.taken = set[PoolDevice]()
         self.woken, self.seconds = 0, 0.0
 
     def reserve(self, gpus: Iterable[PoolDevice], uids: Iterable[str], seconds: float) -> bool:
-        self.kept |= dict.fromkeys(gpus, frozenset(uids)) if self.in_force else {}
+        new = dict.fromkeys(gpus, frozenset(uids))
+        is_reserved = self.in_force and self.taken.isdisjoint(new)
+        self.kept |= new if is_reserved else {}
         self.seconds = seconds
-        return self.in_force
+        return is_reserved
+
+    def hand_over(self, uids: frozenset[str], pod: str) -> None:
+        self.kept = {entry: frozenset({pod}) if of == uids else of for entry, of in self.kept.items()}
 
     def reservations(self) -> dict[PoolDevice, frozenset[str]]:
         return dict(self.kept)
@@ -106,7 +112,8 @@ class Site:
             self.api.store(f"{PATH}/{name}", metadata=metadata, spec=content.get("spec"))
         self.api.folder(PODS).clear()
         for pod in there.pods:
-            self.api.store(f"{PODS}/{pod.metadata.name}", **msgspec.to_builtins(pod))
+            path = f"/api/v1/namespaces/{pod.metadata.namespace}/pods/{pod.metadata.name}"
+            self.api.store(path, **msgspec.to_builtins(pod))
         for claim in there.claims:
             path = f"/apis/resource.k8s.io/v1/namespaces/default/resourceclaims/{claim.metadata.name}"
             self.api.store(path, **msgspec.to_builtins(claim))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from prometheus_client import CollectorRegistry
 
 from controller.cluster.claim_index import PoolDevice
 from controller.eviction import preemptions
@@ -23,7 +24,7 @@ from tests.unit.controller.eviction.test_preemptions import BUDGETS, GPU, REFUSE
 REPACK: dict[str, Any] = {"repack": {"movable": True}}
 ACTIVE: dict[str, Any] = {"mode": "Active", **REPACK}
 SMALL = "mig-1g10gb"
-OTHER_GPU = PoolDevice(f"c-{DRIVER}", "gpu-0")
+PLACE, OTHER_GPU = PoolDevice(f"b-{DRIVER}", "gpu-0"), PoolDevice(f"c-{DRIVER}", "gpu-0")
 
 
 def owned_by(name: str, kind: str = "ReplicaSet") -> dict[str, Any]:
@@ -90,6 +91,10 @@ class Scattered(Site):
             there.gpus[1] = there.gpus[1].holding((*there.gpus[1].held, device))
             self.contest.runs(f"{name}-again", "b", device.name, metadata=owned_by(name))
 
+    def reasons(self) -> set[tuple[str, str]]:
+        """Object and reason of the Events."""
+        return {(name, reason) for name, reason, _ in self.events()}
+
     def moved(self, outcome: str) -> float | None:
         labels = {"trigger": "repack", "outcome": outcome}
         return self.registry.get_sample_value("tessera_evictions_total", labels)
@@ -129,17 +134,17 @@ def test_the_next_pod_is_moved_once_the_last_one_runs_again(
     monkeypatch.setattr(preemptions, "MAX_RESERVATIONS", most)
     site.turn(policy("notebooks", **ACTIVE))
     assert site.api.evicted == ["one"]
-    assert site.reserved.kept == {GPU: frozenset({"claim"})}
+    assert site.reserved.kept == {GPU: frozenset({"claim"}), PLACE: frozenset({"owner-of-one"})}
     site.ends("one", start=None)
-    site.reserved.seconds = 0.0
     site.turn()
     assert site.api.evicted == ["one"], "its owner's new pod is not bound"
+    assert site.reserved.kept == {GPU: frozenset({"claim"}), PLACE: frozenset({"owner-of-one"})}
     site.contest.runs("one-again", "b", metadata=owned_by("one"))
     site.turn()
     assert site.api.evicted == ["one", "two"]
-    assert (site.reserved.kept, site.reserved.seconds) == ({GPU: frozenset({"claim"})}, 0.0), "it is not renewed"
+    assert site.reserved.kept == {GPU: frozenset({"claim"}), PLACE: frozenset({"owner-of-two"})}
     about = {("notebooks", "Repacking"), ("pod-of-claim", "Repacking"), ("one", "MovedFor"), ("two", "MovedFor")}
-    eventually(lambda: about <= {(name, reason) for name, reason, _ in site.events()}, "all Events are written")
+    eventually(lambda: about <= site.reasons(), "all Events are written")
     assert [(name, trigger) for name, trigger, *_ in site.recorded()] == [
         ("default/one", "repack"),
         ("default/two", "repack"),
@@ -175,15 +180,20 @@ def test_only_pods_of_the_first_plan_are_moved_one_after_the_other(site: Scatter
 
 
 def test_pods_are_moved_for_one_that_waits_at_a_time(site: Scattered) -> None:
-    """Places are not reserved: two at once would count on the same ones."""
+    """Two at once could need the same places."""
     site.has_another(f"{SMALL}-0")
     site.waits("other")
     for _ in range(2):
         site.turn(policy("notebooks", **ACTIVE))
-    assert (site.api.evicted, set(site.reserved.kept.values())) == (["three"], {frozenset({"claim"})})
+    assert site.api.evicted == ["three"]
+    assert set(site.reserved.kept.values()) == {frozenset({"claim"}), frozenset({"owner-of-three"})}
 
 
-def test_meanwhile_pods_are_evicted_for_others_of_higher_priority(site: Scattered) -> None:
+def test_meanwhile_pods_are_evicted_for_others_of_higher_priority(
+    site: Scattered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The place of the pod that is moved does not count as a reservation for one that waits."""
+    monkeypatch.setattr(preemptions, "MAX_RESERVATIONS", 2)
     site.has_another("full")
     both = policy("notebooks", **ACTIVE, **EVERYBODY)
     site.turn(both)
@@ -193,7 +203,11 @@ def test_meanwhile_pods_are_evicted_for_others_of_higher_priority(site: Scattere
     site.ends("one", start=4)
     site.turn()
     assert site.api.evicted == ["one", "three", "two"]
-    assert site.reserved.kept == {GPU: frozenset({"claim"}), OTHER_GPU: frozenset({"other"})}
+    assert set(site.reserved.kept.values()) == {
+        frozenset({"claim"}),
+        frozenset({"other"}),
+        frozenset({"owner-of-two"}),
+    }
 
 
 def test_no_further_pod_is_moved_once_there_is_no_place_for_it(site: Scattered) -> None:
@@ -235,6 +249,107 @@ def test_no_pod_is_moved_while_the_policy_does_not_allow_it_any_more(site: Scatt
     site.ends("one", start=4)
     site.turn(policy("notebooks", mode="Active"))
     assert site.api.evicted == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("new", "is_next"),
+    [
+        pytest.param({}, True, id="of the same owner"),
+        pytest.param(owned_by("two"), False, id="of another owner"),
+        pytest.param({"namespace": "other"}, False, id="that claims to be of the same owner, in another namespace"),
+    ],
+)
+def test_the_place_becomes_that_of_the_next_pod_once_it_waits(
+    site: Scattered, new: dict[str, Any], is_next: bool
+) -> None:
+    """Also if the pod for which the last one was moved has its GPU before."""
+    site.turn(policy("notebooks", **ACTIVE))
+    there = site.contest.there
+    there.wants(request(selector="true"), name="new", metadata={**owned_by("one"), **new})
+    namespace = there.pods[-1].metadata.namespace
+    there.claims[-1] = replace(there.claims[-1], metadata=replace(there.claims[-1].metadata, namespace=namespace))
+    there.pods = [pod for pod in there.pods if pod.metadata.name != "pod-of-claim"]
+    for _ in range(2):
+        site.turn()
+    assert site.reserved.kept == {PLACE: frozenset({"pod-of-new" if is_next else "owner-of-one"})}
+
+
+def test_the_place_is_that_of_the_next_pod_until_it_is_bound(site: Scattered) -> None:
+    """Also after a decision made while the status of the pod named no claim."""
+    there, kept = site.contest.there, {GPU: frozenset({"claim"}), PLACE: frozenset({"pod-of-new"})}
+    site.turn(policy("notebooks", **ACTIVE))
+    there.wants(request(selector="true"), name="new", metadata=owned_by("one"))
+    site.turn(policy("notebooks", mode="DryRun"))
+    assert site.reserved.kept == kept
+    pod = there.pods.pop()
+    site.preemptions.turn()
+    assert site.reserved.kept == kept
+    running = replace(pod.status, phase="Running")
+    there.pods.append(replace(pod, spec=replace(pod.spec, node_name="b"), status=running))
+    site.turn()
+    assert site.reserved.kept == {GPU: frozenset({"claim"})}
+
+
+def test_of_a_moved_pod_that_does_not_end_the_next_pod_is_not_told(site: Scattered) -> None:
+    """It is the pod for which it was moved that waits for that."""
+    site.turn(policy("notebooks", **ACTIVE))
+    site.contest.there.wants(request(selector="true"), name="new", metadata=owned_by("one"))
+    site.turn(policy("notebooks", mode="DryRun"))
+    site.reserved.is_overdue = True
+    site.turn()
+    eventually(lambda: ("pod-of-claim", "PreemptionBlocked") in site.reasons(), "the waiting pod is told")
+    assert ("pod-of-new", "PreemptionBlocked") not in site.reasons()
+
+
+@pytest.mark.parametrize("is_served", [False, True])
+def test_the_place_is_free_for_all_once_the_next_pod_is_bound_elsewhere(site: Scattered, is_served: bool) -> None:
+    """Whether the pod for which the last one was moved has its GPU by then or not."""
+    site.turn(policy("notebooks", **ACTIVE))
+    site.contest.runs("one-again", "a", metadata=owned_by("one"))
+    if is_served:
+        site.contest.there.pods = [pod for pod in site.contest.there.pods if pod.metadata.name != "pod-of-claim"]
+    site.turn()
+    assert site.reserved.kept == ({} if is_served else {GPU: frozenset({"claim"})})
+    site.turn()
+    reads = len(site.api.queries("list"))
+    site.turn()
+    assert (len(site.api.queries("list")) == reads + 1) == is_served, "nothing but the policies is read for it any more"
+
+
+def test_nobody_is_moved_if_its_place_can_not_be_reserved(site: Scattered) -> None:
+    site.reserved.taken = {PLACE}
+    site.turn(policy("notebooks", **ACTIVE))
+    assert (site.api.evicted, site.reserved.kept) == ([], {})
+
+
+def test_no_place_stays_reserved_for_a_pod_that_was_not_moved(site: Scattered) -> None:
+    site.api.protected_later = {"one": 429}
+    site.turn(policy("notebooks", **ACTIVE))
+    site.turn(policy("notebooks", mode="DryRun"))
+    assert (site.api.evicted, site.reserved.kept) == ([], {})
+
+
+def test_a_new_leader_does_not_keep_places_of_moves_that_it_does_not_go_on_with(site: Scattered) -> None:
+    site.turn(policy("notebooks", **ACTIVE))
+    reserved, site.registry = site.reserved.kept, CollectorRegistry()
+    site.begin_term()
+    site.reserved.kept = reserved
+    site.turn()
+    assert site.reserved.kept == {GPU: frozenset({"claim"})}
+
+
+def test_a_device_of_the_pod_that_need_not_move_is_part_of_its_place(site: Scattered) -> None:
+    """Reserved for the waiting pod it would keep the next pod from starting."""
+    others = [f"{SMALL}-1", "mig-2g20gb-2", "mig-3g40gb-4"]
+    gpus = [[f"{SMALL}-0"], [f"{SMALL}-0", *others], ["mig-4g40gb-0"]]
+    site.contest = Contest([fleet_gpu("a", number, H100, *held) for number, held in enumerate(gpus)])
+    site.contest.runs("one", "a", f"gpu-0-{SMALL}-0", f"gpu-1-{SMALL}-0", metadata=owned_by("one"), since=site.ago(0.5))
+    devices = [f"gpu-1-{device}" for device in others]
+    site.contest.runs("two", "a", *devices, "gpu-2-mig-4g40gb-0", metadata={"ownerReferences": []})
+    site.contest.search(selector=FULL, status=REFUSED, metadata={"creationTimestamp": site.ago(1)})
+    site.turn(policy("notebooks", **ACTIVE))
+    place = [GPU._replace(device=name) for name in ("gpu-1", "gpu-2")]
+    assert site.reserved.kept == {GPU: frozenset({"claim"}), **dict.fromkeys(place, frozenset({"owner-of-one"}))}
 
 
 ONE_CPU = [{"name": "main", "resources": {"requests": {"cpu": "1"}}}]

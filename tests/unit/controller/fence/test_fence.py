@@ -130,6 +130,33 @@ def test_a_gpu_that_is_reserved_for_a_pod_is_for_the_claims_that_are_allocated_f
     allocate(client, new_claim(client, "made-by-the-scheduler"), A, pod="waiting-pod")
 
 
+def test_what_is_reserved_for_the_next_pod_of_an_owner_is_for_nobody_until_that_pod_is_entered(
+    api: FencedApi, claims: ClaimsCache, clock: FakeClock
+) -> None:
+    """There is no moment in between in which others could have it, and it ends when it would have."""
+    client, fence = api.server.client(), fence_of(api, claims, clock)
+    assert fence.reserve([A], ["owner"], HOUR)
+    assert fence.reserve([B], ["other-owner"], HOUR)
+    with pytest.raises(ApiError, match="tessera-fence"):
+        allocate(client, new_claim(client, "too-early"), A, pod="next-pod")
+    writes = len(api.queries("PATCH"))
+    clock.advance(HOUR - 1)
+    fence.hand_over(frozenset({"owner"}), "next-pod")
+    assert len(api.queries("PATCH")) == writes + 1
+    next_leader = fence_of(api, claims, clock)
+    next_leader.start([])
+    assert set(next_leader.reservations().values()) == {
+        frozenset({"next-pod"}),
+        frozenset({"other-owner"}),
+    }
+    with pytest.raises(ApiError, match="tessera-fence"):
+        allocate(client, new_claim(client, "other"), A, pod="other-pod")
+    allocate(client, new_claim(client, "its-claim"), A, pod="next-pod")
+    assert not fence.lift_overdue_reservations()
+    clock.advance(1)
+    assert len(fence.lift_overdue_reservations()) == 2
+
+
 def test_a_gpu_of_which_the_full_device_is_fenced_can_be_reserved(api: FencedApi, claims: ClaimsCache) -> None:
     """It is offered, and lifted from the fence, once the victims have ended."""
     fence = fence_of(api, claims)
