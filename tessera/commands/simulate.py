@@ -17,7 +17,6 @@ from controller.explain.reason import ReasonCode
 from controller.report.cluster_view import read_cluster
 from deviceclasses.chart_classes import chart_classes
 from deviceclasses.lint.admission_policies import chart_policies
-from deviceclasses.lint.documents import Document, read_documents
 from driver.errors import UsageError
 from driver.kube.client import KubeClient
 from driver.kube.types import ClassSpec, DeviceClass, Key, Metadata, Pod, PodGroup
@@ -30,6 +29,7 @@ from tessera.simulate.output import Simulation
 from tessera.simulate.scheduler import PodPlacement, UnplacedReason
 from tessera.simulate.sources import (
     cluster_policies,
+    documents_of,
     find_template,
     joined,
     of_cluster,
@@ -172,22 +172,11 @@ def _given(
     paths: Sequence[str], client: KubeClient | None, content: ClusterContent, driver: str, *, has_policies: bool
 ) -> Workloads:
     """The workloads of the files, with templates and admission policies of the cluster if there is one."""
-    documents, priorities = _documents(paths), priority_classes(client) if has_policies else None
+    documents, priorities = documents_of(paths), priority_classes(client) if has_policies else None
     if client is None:
         return Reader(lambda _: None, content.nodes, chart_policies(driver), priorities).read(documents)
     find = partial(find_template, client)
     return Reader(find, content.nodes, cluster_policies(client, driver), priorities).read(documents)
-
-
-def _documents(paths: Sequence[str]) -> list[Document]:
-    """The documents of files. Raises UsageError if one can't be read."""
-    documents = []
-    for path in paths:
-        for part in read_documents(path):
-            if not isinstance(part, Document):
-                raise UsageError(f"{part.file}: {part.path}: {part.message}")
-            documents.append(part)
-    return documents
 
 
 def _leave_out_repeated(content: ClusterContent, waiting: Workloads, given: Workloads) -> None:

@@ -165,13 +165,19 @@ def cluster_policies(client: KubeClient, driver: str) -> tuple[AdmissionPolicy, 
     return tuple(AdmissionPolicy(manifest) for manifest in manifests if manifest["metadata"]["name"] in names)
 
 
+def documents_of(paths: Sequence[str], option: str = "") -> Iterator[Document]:
+    """The documents of files. Raises UsageError if one can't be read; ``option`` begins it."""
+    for path in paths:
+        for part in read_documents(path):
+            if not isinstance(part, Document):
+                raise UsageError(f"{option}{part.file}: {part.path}: {part.message}")
+            yield part
+
+
 def policies_of_files(paths: Sequence[str]) -> Iterator[GpuPolicy]:
     """The policies of the option ``--policy``. Raises UsageError."""
-    for path in paths:
-        for document in read_documents(path):
-            if not isinstance(document, Document):
-                raise UsageError(f"--policy {path}: {document.message}")
-            yield parse_policy(document.content, f"--policy {document.file}, document {document.number}")
+    for document in documents_of(paths, "--policy "):
+        yield parse_policy(document.content, f"--policy {document.file}, document {document.number}")
 
 
 def priority_classes(client: KubeClient | None) -> dict[str, PriorityClass]:
