@@ -261,7 +261,7 @@ class Evictor:
     def evict(
         self, pod: Pod, trigger: Trigger | None, *, is_rehearsal: bool = False, **cause: Unpack[EvictionCause]
     ) -> bool:
-        """Evict ``pod``, or only ask whether the API server would; False: it is gone. Raises ApiError.
+        """Evict ``pod``, or only ask whether the API server would; False: it ends or has ended. Raises ApiError.
 
         ``trigger``: None if a person evicts it, which no metric counts. A GpuPolicy in ``cause`` uses its budget.
         """
@@ -271,6 +271,9 @@ class Evictor:
         options |= {"dryRun": ["All"]} if is_rehearsal else {}
         body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": about, "deleteOptions": options}
         if not is_rehearsal:
+            present = find_pod(self._client, metadata.key)
+            if present is None or present.metadata.uid != metadata.uid or present.metadata.deletion_timestamp:
+                return False
             owner = pod.controller
             key = _owner_key(metadata.namespace, owner) if owner is not None else ""
             self.recent.add(pod, key, trigger or "drain", **cause)

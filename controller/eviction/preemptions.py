@@ -30,7 +30,8 @@ from controller.eviction.reclaim import RECLAIMED, IdlePods
 from controller.eviction.repack import RepackSearch, goes_on, gpus_of, next_pods, place_of
 from controller.explain.sources.moves import whole_gpus
 from controller.fence.fence import Fence
-from driver.errors import CONFLICT, INVALID, NOT_FOUND, ApiError, UsageError, accepted_status
+from controller.fence.fence_probe import try_again
+from driver.errors import NOT_FOUND, ApiError, UsageError, accepted_status
 from driver.kube.client import KubeClient
 from driver.kube.events import Recorder, Type
 from driver.kube.get_and_list import find_pod, read_claim
@@ -63,7 +64,7 @@ FIRST_PODS, PODS_PER_TURN = 3, 5
 
 WOULD_EVICT, EVICTING = {False: "WouldEvict", True: "WouldMove"}, {False: "Preempting", True: "Repacking"}
 EVICTED_FOR = {Trigger.PREEMPTION: "PreemptedFor", Trigger.RECLAIM: RECLAIMED, Trigger.REPACK: "MovedFor"}
-BLOCKED, INVALID_POLICY = "PreemptionBlocked", "InvalidPolicy"
+BLOCKED, INVALID = "PreemptionBlocked", "InvalidPolicy"
 """Reasons of Events: by whether pods are moved, or by the trigger."""
 
 
@@ -92,8 +93,7 @@ class Preemptions:
         """By the UIDs for which GPUs are reserved, the pods that were evicted."""
         self._places: dict[frozenset[str], ChosenVictims] = {}
         """By the UID of the owner for whose next pod GPUs are reserved, the pod that was moved."""
-        self._look_at = 0.0
-        self._wake_at = 0.0
+        self._look_at = self._wake_at = 0.0
         self.loop = Loop("evicting pods for others", self.turn, 0.0)
 
     def turn(self) -> float:
@@ -113,6 +113,7 @@ class Preemptions:
             policies, waiting = self._read_policies(), set(reserved.values()) - self._places.keys()
             if policies and (
                 self._move_next(policies, queue)
+                or self._go_on(policies, queue, reserved)
                 or (len(waiting) < MAX_RESERVATIONS and self._look(policies, self._without(queue, reserved), reserved))
             ):
                 return RESERVED_INTERVAL_SECONDS
@@ -121,8 +122,12 @@ class Preemptions:
 
     def _without(self, queue: Queue, reserved: Iterable[PoolDevice]) -> Queue:
         """``queue`` without the GPUs that are reserved: no other pod gets anything of them."""
-        gpus, present = set(map(gpu_of, reserved)), queue.feasibility
-        fleet = Fleet.of(gpu for gpu in present.fleet if self._device_of(gpu) not in gpus) if gpus else present.fleet
+        gpus = set(map(gpu_of, reserved))
+        return self._limited(queue, lambda gpu: gpu not in gpus) if gpus else queue
+
+    def _limited(self, queue: Queue, is_seen: Callable[[PoolDevice], bool]) -> Queue:
+        present = queue.feasibility
+        fleet = Fleet.of(gpu for gpu in present.fleet if is_seen(self._device_of(gpu)))
         return queue.with_feasibility(Feasibility(fleet, present.matching, is_hypothetical=True))
 
     def _end_reservations(self, queue: Queue) -> None:
@@ -145,15 +150,12 @@ class Preemptions:
         """If devices are free for these pods, or pods with these claims: the scheduler may have tried them while it
         wanted to give these to another pod, which the fence then refused."""
         pods = {pod.metadata.uid: pod for item in queue.pending if uids & _uids_of(item) for pod in item.pods}
-        feasibility, nodes_for = queue.feasibility, queue.nodes_for
-        served = [
-            pod
-            for pod in pods.values()
-            if any(feasibility.may_fit(needed, nodes_for(pod)) for needed in queue.combinations(pod))
-        ]
-        if served:
+        needs = ((pod, needed) for pod in pods.values() for needed in queue.combinations(pod))
+        able = {pod.metadata.uid for pod, needed in needs if queue.feasibility.may_fit(needed, queue.nodes_for(pod))}
+        waiting = [pods[uid] for uid in able if self._still_waits(pods[uid])]
+        if waiting:
             seconds = WAKE_INTERVAL_SECONDS
-            if False in [self._try_again(pod) for pod in served]:
+            if False in [try_again(self._client, pod) for pod in waiting]:
                 self._reservations.wake_parked_pods()
                 # The scheduler tries them in the order of their last attempts; each time some at the front are refused.
                 seconds = max(seconds, WAKE_SECONDS_PER_POD * len(queue.pods))
@@ -162,29 +164,6 @@ class Preemptions:
     def _is_tried_again(self, uids: frozenset[str]) -> bool:
         """Whether the pod with these claims waits though its status named none of them during the last decision."""
         return uids in self._evicted and self._still_waits(self._evicted[uids].pod)
-
-    def _try_again(self, pod: Pod) -> bool:
-        """Let the scheduler try ``pod`` again, and no other pod: it does so when the claims in its status change.
-
-        False: the scheduler makes the claim of ``pod`` itself. Raises ApiError.
-        """
-        if not pod.spec.resource_claims:
-            return False
-        present = find_pod(self._client, pod.metadata.key)
-        if present is None or not self._still_waits(pod):
-            return True
-        claims = present.status.resource_claim_statuses or pod.spec.resource_claims
-        entered = [
-            {"name": claim.name, "resourceClaimName": claim.resource_claim_name}
-            for claim in claims
-            if claim.resource_claim_template_name is None
-        ]
-        path = f"/api/v1/namespaces/{pod.metadata.namespace}/pods/{pod.metadata.name}/status"
-        for statuses in ([], entered):
-            with accepted_status(NOT_FOUND, CONFLICT, INVALID):
-                body = {"metadata": {"uid": pod.metadata.uid}, "status": {"resourceClaimStatuses": statuses}}
-                self._client.patch(path, body)
-        return True
 
     def _read_policies(self) -> list[GpuPolicy]:
         """The policies of the cluster; none if one of them is not valid: it might forbid what another allows."""
@@ -196,7 +175,7 @@ class Preemptions:
                 except UsageError as error:
                     is_valid = False
                     about = policy_reference(manifest["metadata"]["name"], manifest["metadata"]["uid"])
-                    self._recorder.event(about, INVALID_POLICY, str(error), "Warning", lasting=True)
+                    self._recorder.event(about, INVALID, str(error), "Warning", lasting=True)
         return policies if is_valid else []
 
     def _look(self, policies: Sequence[GpuPolicy], queue: Queue, reserved: Mapping[PoolDevice, frozenset[str]]) -> bool:
@@ -249,6 +228,24 @@ class Preemptions:
             search = RepackSearch(self._without(queue, others), last.pod, running, GpuPolicies(policies), clock)
             preview = preview_of(self._client, search, self._evictor)
             return goes_on(last, preview.preemption, running) and self._serve(preview)
+        return False
+
+    def _go_on(
+        self, policies: Sequence[GpuPolicy], queue: Queue, reserved: Mapping[PoolDevice, frozenset[str]]
+    ) -> bool:
+        """Evict what holds GPUs that are reserved, if not all victims have been evicted: an earlier leader was killed,
+        or one of them ended by itself. Returns whether there were evictions."""
+        begun = set(reserved.values()) - self._evicted.keys() - self._places.keys()
+        pods = {uids: item.pods[0] for item in queue.pending for uids in begun if uids & _uids_of(item)}
+        if not pods:
+            return False
+        self._evictor.recent.refresh()
+        running, by_policy = read_running(self._client), GpuPolicies(policies)
+        for uids, pod in pods.items():
+            seen = self._limited(queue, {gpu_of(entry) for entry, of in reserved.items() if of == uids}.__contains__)
+            search = PreemptionSearch(seen, pod, running, by_policy, self._client.clock)
+            if self._serve(preview_of(self._client, search, self._evictor)):
+                return True
         return False
 
     def _serve(self, preview: Preview) -> bool:
@@ -307,7 +304,8 @@ class Preemptions:
             return False
         grace = max(victim.spec.termination_grace_period_seconds for victim, _ in chosen.victims)
         seconds, place = grace + RESERVATION_SECONDS, place_of(chosen, queue.feasibility.fleet)
-        needed = place | ({} if uids in self._evicted else {uids: gpus_of(chosen, queue)})
+        is_reserved = uids in self._reservations.reservations().values()
+        needed = place | ({} if is_reserved else {uids: gpus_of(chosen, queue)})
         if not all(self._reservations.reserve(map(self._device_of, needed[of]), of, seconds) for of in needed):
             self._tell_policies(chosen, BLOCKED, "the fence, which reserves their devices, is not in force or full")
             return False
@@ -318,14 +316,13 @@ class Preemptions:
         hours = {pod: round(unit.cost.gpu_hours / len(unit.pods), 3) for unit in victims.units for pod in unit.pods}
         try:
             for victim, policy in evicted:
-                if not self._still_waits(chosen.pod):
-                    break
                 cause = EvictionCause(policy=policy.metadata.name, contender=str(chosen.pod.metadata.key))
                 cause["gpu_hours"] = hours[str(victim.metadata.key)]
-                if self._evictor.evict(victim, chosen.trigger(victim), **cause):
-                    self._places |= dict.fromkeys(place, chosen)
-                    reason = EVICTED_FOR[chosen.trigger(victim)]
-                    self._recorder.event(pod_reference(victim), reason, chosen.for_victim(victim), "Warning")
+                trigger = chosen.trigger(victim)
+                if not (self._still_waits(chosen.pod) and self._evictor.evict(victim, trigger, **cause)):
+                    return True  # the next turn finds out what has to be evicted besides
+                self._places |= dict.fromkeys(place, chosen)
+                self._recorder.event(pod_reference(victim), EVICTED_FOR[trigger], chosen.for_victim(victim), "Warning")
         except ApiError as error:
             log.warning("evictions end early", extra={"pod": str(chosen.pod.metadata.key), "error": str(error)})
             self._tell_policies(chosen, BLOCKED, f"an eviction failed: {error}")

@@ -1,4 +1,4 @@
-"""The canary claim, which proves what the API server and the cache of claims have seen."""
+"""The canary claim, which proves what the API server and the cache of claims have seen; how the scheduler is woken."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from controller.cluster.claim_index import PoolDevice
 from driver.errors import CONFLICT, FORBIDDEN, INVALID, NOT_FOUND, ApiError, accepted_status
 from driver.kube.client import KubeClient, Object
 from driver.kube.get_and_list import RESOURCE_GROUP
+from driver.kube.types import Pod
 
 CANARY = "tessera-canary"
 """Name of the canary claim. No pod uses it and its class does not exist, so the scheduler never allocates it."""
@@ -87,3 +88,20 @@ class Canary:
         with accepted_status(CONFLICT):
             return self._client.create(self._folder, self._object)
         return self._client.patch(self._path, {})
+
+
+def try_again(client: KubeClient, pod: Pod) -> bool:
+    """Let the scheduler try ``pod`` again, and no other pod: it does so when the claims in its status change.
+
+    False: the scheduler makes the claim of ``pod`` itself. Raises ApiError.
+    """
+    claims = [claim for claim in pod.spec.resource_claims if claim.resource_claim_template_name is None]
+    entered = [
+        {"name": claim.name, "resourceClaimName": claim.resource_claim_name}
+        for claim in pod.status.resource_claim_statuses or claims
+    ]
+    path = f"/api/v1/namespaces/{pod.metadata.namespace}/pods/{pod.metadata.name}/status"
+    for statuses in ([], entered) if pod.spec.resource_claims else ():
+        with accepted_status(NOT_FOUND, CONFLICT, INVALID):  # it ended, or is bound
+            client.patch(path, {"metadata": {"uid": pod.metadata.uid}, "status": {"resourceClaimStatuses": statuses}})
+    return bool(pod.spec.resource_claims)

@@ -24,8 +24,9 @@ from driver.kube.events import Recorder
 from driver.kube.types import ExtendedClaimStatus, Metadata, Pod
 from tests.support.api_server import Object
 from tests.support.evictions import ClusterApi
+from tests.support.gpus import H100
 from tests.support.preemption import EVERYBODY, OWNER, Contest, policy
-from tests.support.queues import DRIVER, FULL, node_of, request
+from tests.support.queues import DRIVER, FULL, fleet_gpu, node_of, request
 from tests.support.recording import recording
 from tests.support.running import eventually
 
@@ -442,10 +443,39 @@ def test_a_reservation_outlasts_a_decision_made_while_the_status_of_the_pod_name
     assert freed.site.reserved.kept
 
 
-def test_a_new_leader_evicts_no_pod_while_there_is_a_reservation_of_the_previous_one(site: Site) -> None:
-    site.reserved.kept = {GPU: frozenset({"claim"})}
+@pytest.mark.parametrize(
+    ("running", "evicted"),
+    [
+        pytest.param(["a", "b"], ["a", "b"], id="none has been evicted"),
+        pytest.param(["b"], ["b"], id="one has been evicted and has ended"),
+        pytest.param([], [], id="all have been evicted"),
+    ],
+)
+def test_a_new_leader_goes_on_with_the_set_that_the_previous_one_has_begun(
+    site: Site, running: list[str], evicted: list[str]
+) -> None:
+    """Though the pod on the GPU that is not reserved would cost less."""
+    present = [*running, "c"]
+    held = [("full",) if name in present else () for name in "abc"]
+    site.contest = contest = Contest([fleet_gpu("a", number, H100, *held[number]) for number in range(3)])
+    for name in present:
+        contest.runs(name, "a", f"gpu-{'abc'.index(name)}", priority=0 if name == "c" else 1)
+    contest.search(selector=FULL, count=2, status=REFUSED)
+    site.reserved.kept = {PoolDevice(GPU.pool, f"gpu-{number}"): frozenset({"claim"}) for number in (0, 1)}
     site.turn(policy("notebooks", **ACTIVE))
-    assert site.api.evicted == []
+    assert site.api.evicted == evicted
+    site.turn()
+    assert site.api.evicted == evicted, "no second set"
+
+
+def test_a_new_leader_evicts_no_pod_that_is_ending_already(site: Site) -> None:
+    site.reserved.kept = {GPU: frozenset({"claim"})}
+    [notebook] = [pod for pod in site.contest.there.pods if pod.metadata.name == "notebook"]
+    site.contest.there.pods.remove(notebook)
+    ending = replace(notebook.metadata, deletion_timestamp="2026-11-21T00:00:00Z")
+    site.contest.there.pods.append(replace(notebook, metadata=ending))
+    site.turn(policy("notebooks", **ACTIVE))
+    assert (site.api.evicted, list(site.reserved.kept)) == ([], [GPU])
 
 
 @pytest.mark.parametrize("end", ["the claim does not wait any more", "it lasts too long"])
