@@ -80,7 +80,7 @@ class Controller:
         self._fence = Fence(client, self._cache, fence_settings, observer=observer)
         self._recorder = Recorder(client, COMPONENT, settings.identity)
         self._read = ReadStage(client, settings, self._cache, wake)
-        self._choose = ChooseStage(settings)
+        self._choose = ChooseStage(settings, self._fence.fenced)
         self._withdraw = WithdrawStage(self._fence, settings, wake, observer)
         self._admit = AdmitStage(self._cache, self._fence)
         evictor = Evictor(client, self._recorder, RecentEvictions(client, settings.namespace), metrics)

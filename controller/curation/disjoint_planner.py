@@ -73,7 +73,7 @@ class DisjointPlanner:
         ``preferred_nodes``: by key of an overdue claim (``controller.curation.overdue_claims``), the nodes on which to
         plan its devices; ignored if the pod can run on no node that all of its overdue claims prefer.
         """
-        fleet = without(queue.feasibility.fleet, reserved)
+        fleet = without(queue.feasibility.fleet, reserved.gpus if reserved else ())
         ranked = self._ranked
         if ranked is None or ranked.fleet is not fleet:
             ranked = self._ranked = RankedFleet(fleet, self._ranking, ranked)

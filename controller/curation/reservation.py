@@ -1,4 +1,8 @@
-"""Free memory that is kept for a pod that waits in vain (pure but for what the class remembers).
+"""Memory that is kept for a pod that waits in vain (pure but for what the class remembers).
+
+With counters the GPUs of pods that are evicted for it are reserved in the fence (``controller.eviction``). What it may
+have of them is offered before they are free, and nothing else of them: else the scheduler would choose it for other
+pods again and again.
 
 With disjoint offers the controller decides which claim gets free memory. A pod for which there is no room at first does
 not keep others from using it. After ``WAIT_SECONDS`` the first such pod gets a reservation: nothing new is offered on
@@ -8,7 +12,7 @@ the GPUs with the most free memory that would satisfy it once they are free. One
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,6 +21,7 @@ from controller.demand.device_search import Budget, choose_devices
 from controller.demand.pending_claims import Queue
 from driver.clock import Clock
 from driver.kube.types import Key, Pod
+from driver.model.offer import Offer
 
 WAIT_SECONDS = 120.0
 """Time after which a pod that could run on empty GPUs gets a reservation."""
@@ -68,11 +73,32 @@ def _reservation(queue: Queue, overdue: Iterable[Pod]) -> Reserved | None:
     return next((reserved for reserved in reservations if reserved.gpus), None)
 
 
-def without(fleet: Fleet, reserved: Reserved | None) -> Fleet:
+def without(fleet: Fleet, gpus: Collection[str]) -> Fleet:
     """``fleet`` as it is for all others: nothing new is offered on reserved GPUs."""
-    if reserved is None:
-        return fleet
-    return fleet.changed(replace(fleet.gpus[uuid], uses=frozenset()) for uuid in reserved.gpus)
+    return fleet.changed(replace(fleet.gpus[uuid], uses=frozenset()) for uuid in gpus) if gpus else fleet
+
+
+def devices_for(queue: Queue, reserved: Mapping[str, Collection[str]]) -> Iterator[Offer]:
+    """What pods that wait may have of the GPUs that are reserved for them, whatever is held there.
+
+    ``reserved``: by UUID of the GPU, the UIDs of such pods and claims.
+    """
+    pods: dict[str, list[Pod]] = {}
+    for pending in queue.pending:
+        for uid in (pending.uid, *(pod.metadata.uid for pod in pending.pods)):
+            pods.setdefault(uid, []).extend(pending.pods)
+    for uuid, uids in reserved.items():
+        gpu = queue.feasibility.fleet.gpus[uuid]
+        node = frozenset({gpu.node})
+        combinations = (needed for uid in uids for pod in pods.get(uid, ()) for needed in queue.combinations(pod))
+        selectors = {request.selector for needed in combinations for request in needed.requests}
+        kinds = [
+            kind
+            for selector in selectors
+            for kind, gpus in queue.feasibility.kinds(selector, node).items()
+            if uuid in gpus
+        ]
+        yield from (Offer(uuid, device.spot) for device in gpu.devices if any(kind.has(device.spot) for kind in kinds))
 
 
 def _has_room(queue: Queue, pod: Pod) -> bool:

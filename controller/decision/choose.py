@@ -7,15 +7,19 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from controller.cluster.claim_index import PoolDevice
+from controller.cluster.claim_index import RESERVED, PoolDevice, gpu_of, reservations_in
 from controller.curation.counters_planner import CountersPlanner
 from controller.curation.disjoint_planner import DisjointPlanner
 from controller.curation.listed_devices import ListedDevices
 from controller.curation.planner import OfferPlanner, PlannedOffers
+from controller.curation.reservation import devices_for, without
 from controller.decision.read import DecisionInput, NodeStates
+from controller.demand.feasibility import Feasibility
 from controller.demand.pending_claims import Queue
 from controller.demand.queued_workload_claims import queued_needs
+from controller.fence.fenced_devices import FencedDevices
 from controller.settings import ControllerSettings
+from driver.clock import soonest
 from driver.kube.types import Pod
 from driver.model.offer import Offer
 from driver.model.plan import OfferMode
@@ -24,6 +28,10 @@ from driver.placement.ranking import Ranking
 
 NOMINATED_SECONDS = 600.0
 """Longest time for which a nominated node protects offers: the scheduler gives up binding volumes after that."""
+
+
+RESERVED_INTERVAL_SECONDS = 1.0
+"""Between two decisions while GPUs are reserved: the end of that is no change that a watch tells."""
 
 
 class WaitsFor(Enum):
@@ -98,7 +106,8 @@ def _matching(queue: Queue, pod: Pod, by_gpu: Mapping[str, Iterable[Offer]]) -> 
 class ChooseStage:
     """Asks the planner of the cluster's offer mode."""
 
-    def __init__(self, settings: ControllerSettings) -> None:
+    def __init__(self, settings: ControllerSettings, fenced: FencedDevices) -> None:
+        self._fenced, self._is_reserved = fenced, False
         ranking = Ranking(Measure(settings.weights))
         self._planners: Mapping[OfferMode, OfferPlanner] = {
             OfferMode.COUNTERS: CountersPlanner(ranking, settings.offers),
@@ -113,7 +122,7 @@ class ChooseStage:
 
     @property
     def next_s(self) -> float | None:
-        return self._planner.next_s
+        return soonest(self._planner.next_s, RESERVED_INTERVAL_SECONDS if self._is_reserved else None)
 
     def choose(self, seen: DecisionInput) -> ChosenOffers:
         """What to offer, whether it is possible at once or not."""
@@ -121,7 +130,17 @@ class ChooseStage:
         plans, devices = seen.snapshot.plans, seen.devices
         refusing, gpus = seen.nodes.refusing, seen.fleet.gpus
         announced = {offer for offer in devices.unpublished(plans) if gpus[offer.gpu].node not in refusing}
-        planned = self._planner.plan(seen.queue, devices, announced)
+        entries, queue = [entry for entry in tuple(self._fenced.devices) if RESERVED in entry.device], seen.queue
+        reserved = _reserved_gpus(seen, entries) if entries else {}
+        self._is_reserved, kept = bool(reserved), set[Offer]()
+        if reserved and seen.mode is OfferMode.COUNTERS:
+            fleet, matching = without(queue.feasibility.fleet, reserved), queue.feasibility.matching
+            kept = {*devices_for(queue, reserved)}
+            queue = queue.with_feasibility(Feasibility(fleet, matching, is_hypothetical=True))
+        planned = self._planner.plan(queue, devices, announced)
+        if kept:
+            requested = planned.requested.union(offer.spot.kind for offer in kept)
+            planned = replace(planned, offers=(*planned.offers, *sorted(kept, key=str)), requested=requested)
         nominated = self._nominated.update(seen.queue, devices.offered)
         listed: Collection[Offer] = ()
         if seen.mode is OfferMode.COUNTERS:  # listed devices would keep disjoint offers that overlap them waiting
@@ -135,3 +154,16 @@ class ChooseStage:
             wanted=frozenset(devices.offerable({*planned.offers, *nominated}, plans)),
             listed=frozenset(devices.offerable(listed, plans)),
         )
+
+
+def _reserved_gpus(seen: DecisionInput, entries: Iterable[PoolDevice]) -> dict[str, frozenset[str]]:
+    """By UUID of each GPU that ``entries`` of the fence reserve, for which pods and claims (UIDs)."""
+    uids = {gpu_of(entry): of for entry, of in reservations_in(entries).items()}
+    pools = {device.pool for device in uids}
+    nodes = {view.name: view.pool for view in seen.snapshot.views if view.pool in pools}
+    return {
+        gpu.gpu.uuid: uids[device]
+        for node, pool in nodes.items()
+        for gpu in seen.fleet.nodes.get(node, ())
+        if (device := PoolDevice(pool, f"gpu-{gpu.number}")) in uids
+    }

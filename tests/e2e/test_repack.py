@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -13,19 +14,34 @@ from tests.harness.manifests import busybox_pod
 from tests.harness.waiting import wait_for
 from tests.support.command import run_tessera
 from tests.support.scattered_nodes import MOST, bound, notebook, scattered_nodes
-from tests.support.waiting_pod import CORE, POLICIES, SOON_S, end, events_about, events_of, fenced, requesting
+from tests.support.waiting_pod import (
+    CORE,
+    POLICIES,
+    SOON_S,
+    end,
+    events_about,
+    events_of,
+    fenced,
+    is_refused,
+    requesting,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
+@pytest.fixture(params=["replicasets", "statefulsets"])
+def owners(request: pytest.FixtureRequest) -> str:
+    """A StatefulSet makes the next pod only once the last one has ended, a ReplicaSet at once."""
+    return str(request.param)
+
+
 @pytest.fixture
-def scattered() -> Iterator[Cluster]:
-    """The notebook is of a StatefulSet, which makes its next pod only once the last one has ended."""
-    with scattered_nodes("repack", small=MOST - 1, owners="statefulsets") as running:
+def scattered(owners: str) -> Iterator[Cluster]:
+    with scattered_nodes("repack", small=MOST - 1, owners=owners) as running:
         yield running
 
 
-def test_a_movable_notebook_gets_another_place_and_the_waiting_pod_its_gpu(scattered: Cluster) -> None:
+def test_a_movable_notebook_gets_another_place_and_the_waiting_pod_its_gpu(scattered: Cluster, owners: str) -> None:
     """No other pod is evicted: nothing would create the other pods again. A pod that comes while the notebook ends and
     that would fit there does not get its place."""
     api, first = scattered.api, notebook(scattered)
@@ -50,19 +66,21 @@ def test_a_movable_notebook_gets_another_place_and_the_waiting_pod_its_gpu(scatt
     wait_for(lambda: api.get(f"{CORE}/pods/{name}")["metadata"].get("deletionTimestamp"), SOON_S, "it is evicted")
     assert fenced(scattered).count("gpu-0=") == 2
     api.post(f"{CORE}/pods", busybox_pod("rival", node=other, **requesting("small")))
-    wait_for(lambda: is_refused_by_fence(scattered, "rival"), SOON_S, "the API server refuses the rival the place")
+    wait_for(lambda: is_refused(scattered, "rival"), SOON_S, "the rival does not get the place")
+
+    def again() -> dict[str, Any] | None:
+        last = notebook(scattered)
+        return last if last is not None and last["metadata"]["uid"] != first["metadata"]["uid"] else None
+
+    if owners == "replicasets":
+        wait_for(again, SOON_S, "the next notebook is bound while the one that is moved still ends")
     end(scattered, name)
     bound(scattered, "train")
-    again = wait_for(lambda: notebook(scattered), SOON_S, "the next notebook is bound")
-    assert again is not None
+    second = wait_for(again, SOON_S, "the next notebook is bound")
+    assert second is not None
     wait_for(lambda: "=" not in fenced(scattered), SOON_S, "the reservations end")
     assert "nodeName" not in api.get(f"{CORE}/pods/rival")["spec"]
-    assert again["metadata"]["uid"] != first["metadata"]["uid"]
     nodes = {pod: api.get(f"{CORE}/pods/{pod}")["spec"]["nodeName"] for pod in ("train", "small-0")}
-    assert (again["spec"]["nodeName"], nodes) == (other, {"train": node, "small-0": other})
+    assert (second["spec"]["nodeName"], nodes) == (other, {"train": node, "small-0": other})
     assert {event["reason"] for event in events_about(scattered, name)} >= {"MovedFor"}
     assert "deletionTimestamp" not in api.get(f"{CORE}/pods/small-0")["metadata"]
-
-
-def is_refused_by_fence(cluster: Cluster, pod: str) -> bool:
-    return any("Tessera has reserved" in event["message"] for event in events_about(cluster, pod))

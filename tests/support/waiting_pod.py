@@ -54,8 +54,9 @@ def pods(cluster: Cluster, app: str) -> list[dict[str, Any]]:
     return list(cluster.api.get(f"{CORE}/pods?labelSelector=app%3D{app}")["items"])
 
 
-def is_refused(cluster: Cluster) -> bool:
-    conditions = cluster.api.get(f"{CORE}/pods/train")["status"].get("conditions", [])
+def is_refused(cluster: Cluster, pod: str = "train") -> bool:
+    """Whether the scheduler has found no node for it, or no place that it may have."""
+    conditions = cluster.api.get(f"{CORE}/pods/{pod}")["status"].get("conditions", [])
     return any(condition["reason"] == "Unschedulable" for condition in conditions)
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 import pytest
 
+from controller.curation.counters_planner import CountersPlanner
 from controller.curation.disjoint_planner import DisjointPlanner
-from controller.curation.reservation import WAIT_SECONDS, Reservations
+from controller.curation.reservation import WAIT_SECONDS, Reservations, devices_for, without
 from controller.explain.pipeline import reason_with_disjoint_offers
 from controller.explain.situation import DisjointPlan
 from driver.placement.ranking import Ranking
@@ -66,3 +67,22 @@ class TestReservation:
 
 def gpus_of(offers: Iterable[object]) -> set[str]:
     return {offer.gpu for offer in offers}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("selector", "uid", "offered"),
+    [
+        pytest.param(FULL, "claim", {"a/0/full"}, id="a full GPU for a claim"),
+        pytest.param(FULL, "pod-of-claim", {"a/0/full"}, id="a full GPU for a pod"),
+        pytest.param(profile("3g.40gb"), "claim", {"a/0/3g.40gb@0", "a/0/3g.40gb@4"}, id="every place of a partition"),
+        pytest.param(FULL, "another", set(), id="nothing for the next pod of an owner that has none yet"),
+    ],
+)
+def test_of_a_gpu_that_is_reserved_for_a_pod_only_what_it_may_have_is_offered(
+    selector: str, uid: str, offered: set[str]
+) -> None:
+    """Though other pods hold parts of it."""
+    queue = Situation([BUSY, BUSIER]).wants(request(selector=selector)).queue
+    assert {str(offer) for offer in devices_for(queue, {"a/0": {uid}})} == offered
+    others = CountersPlanner().curate(without(queue.feasibility.fleet, {"a/0"}))
+    assert {offer.gpu for offer in others} == {"a/1"}
