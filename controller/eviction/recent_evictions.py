@@ -190,10 +190,8 @@ class RecentEvictions:
                     raise  # another controller evicts pods
 
 
-def read_evictions(client: KubeClient, namespace: str) -> Sequence[Eviction] | None:
-    """Those of the last day, the oldest first; None: this account may not read them."""
+def read_evictions(client: KubeClient, namespace: str) -> Sequence[Eviction]:
+    """Those of the last day, the oldest first. Raises ApiError."""
     recent = RecentEvictions(client, namespace)
-    with suppress(ApiError):
-        recent.refresh()
-        return recent.record.evictions
-    return None
+    recent.refresh()
+    return recent.record.evictions

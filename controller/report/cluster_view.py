@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -167,7 +168,9 @@ class ClusterReads(Lookups):
 
     def evictions(self) -> Sequence[Eviction]:
         """Those of the last day, the oldest first; none if this account may not read them."""
-        return read_evictions(self._client, "" if self._settings is None else self._settings.namespace) or ()
+        with suppress(ApiError):
+            return read_evictions(self._client, "" if self._settings is None else self._settings.namespace)
+        return ()
 
     def controller_silent(self) -> float | None:
         """Seconds since the last heartbeat of a controller that is silent; None: it is not, or unknown.

@@ -78,7 +78,7 @@ CHECKS: Mapping[str, StatusCheck] = {
     "room": StatusCheck(stuck_claims.room, (Listing.PENDING,)),
     "starts": StatusCheck(stuck_claims.starts, (Listing.PENDING, Listing.PLANS)),
     "releases": StatusCheck(stuck_claims.releases, (Listing.PENDING,)),
-    EVICTIONS: StatusCheck(stuck_claims.evictions),
+    EVICTIONS: StatusCheck(stuck_claims.evictions, (Listing.EVICTIONS,)),
     "health": StatusCheck(nodes.health, (Listing.SLICES,), (Listing.PLANS, Listing.PENDING)),
     "offers": StatusCheck(nodes.offers, (Listing.PLANS, Listing.SLICES)),
     "mode": StatusCheck(nodes.mode, (Listing.PLANS, Listing.SLICES), (Listing.LEASES,)),

@@ -73,6 +73,7 @@ class Listing(StrEnum):
     PENDING = "pending claims"
     DAEMON_SETS = "DaemonSets"
     DEPLOYMENTS = "Deployments"
+    EVICTIONS = "evicted pods"
 
 
 class ReadFailure(NamedTuple):
@@ -111,7 +112,7 @@ class StatusSnapshot:
     daemon_set     None if there is none, or if it can't be read
     deployment     the same; only ``read_rollout`` reads it and ``revisions``, the versions of ``daemon_set``
     autoscaler     status ConfigMap of cluster-autoscaler; None if there is none, or if it can't be read
-    evictions      of the last day, the oldest first; None if they can't be read, which nothing else depends on
+    evictions      of the last day, the oldest first
     unreadable     lists that can't be read, with the reason; their fields are empty
     """
 
@@ -141,7 +142,7 @@ class StatusSnapshot:
     deployment: Object | None = None
     revisions: Sequence[Object] = ()
     autoscaler: Object | None = None
-    evictions: Sequence[Eviction] | None = ()
+    evictions: Sequence[Eviction] = ()
     unreadable: Mapping[Listing, ReadFailure] = field(default_factory=dict)
 
     def has_read(self, *listings: Listing) -> bool:
@@ -240,7 +241,7 @@ class SnapshotReader:
             leases={lease["metadata"]["name"]: lease for lease in own_leases},
             node_leases=self._read(Listing.NODE_LEASES, leases("kube-node-lease"), Object),
             daemon_set=self._find(f"{APPS}/namespaces/{self._namespace}/daemonsets", NODE_PLUGIN),
-            evictions=read_evictions(self._client, self._namespace),
+            evictions=self._evictions(),
             autoscaler=self._find("/api/v1/namespaces/kube-system/configmaps", AUTOSCALER),
             unreadable=self._unreadable,
         )
@@ -317,6 +318,11 @@ class SnapshotReader:
             cause = error.__cause__
             forbidden = isinstance(cause, ApiError) and cause.status == FORBIDDEN
             self._unreadable[listing] = ReadFailure(str(error), forbidden)
+
+    def _evictions(self) -> Sequence[Eviction]:
+        with self._recorded(Listing.EVICTIONS):
+            return read_evictions(self._client, self._namespace)
+        return ()
 
     def _read(self, listing: Listing, path: str, kind: type[Listed], selector: str = "") -> list[Listed]:
         """All objects of a list, with the fields of ``kind``."""

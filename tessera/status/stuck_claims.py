@@ -12,7 +12,7 @@ from controller.explain.reason import ReasonCode
 from controller.explain.sources.selected_gpus import listed
 from controller.report.claim_explainer import OTHER_DRIVERS, Explanation
 from controller.report.slice_states import SliceState
-from driver.model.plan import FENCE, FailureCause
+from driver.model.plan import FailureCause
 from tessera.status.snapshot import CheckOutput, Problem, StatusSnapshot
 from tessera.tables_and_drawings import counted
 
@@ -138,9 +138,6 @@ def releases(snapshot: StatusSnapshot) -> CheckOutput:
 
 def evictions(snapshot: StatusSnapshot) -> CheckOutput:
     """The pods that were evicted within a day."""
-    if snapshot.evictions is None:
-        yield f"unknown: ConfigMap {FENCE} can't be read"
-        return
     hours = sum(eviction.gpu_hours for eviction in snapshot.evictions)
     cost = f", {hours:.1f} GPU hours lost" if hours else ""
     yield f"{counted(len(snapshot.evictions), 'pod')} evicted within a day{cost}"
