@@ -1,8 +1,7 @@
 """Memory that is kept for a pod that waits in vain (pure but for what the class remembers).
 
-With counters the GPUs of pods that are evicted for it are reserved in the fence (``controller.eviction``). What it may
-have of them is offered before they are free, and nothing else of them: else the scheduler would choose it for other
-pods again and again.
+With counters the GPUs of pods that are evicted for it are reserved in the fence (``controller.eviction``). Nothing is
+offered there but what it may have: else the scheduler would choose the rest for other pods again and again.
 
 With disjoint offers the controller decides which claim gets free memory. A pod for which there is no room at first does
 not keep others from using it. After ``WAIT_SECONDS`` the first such pod gets a reservation: nothing new is offered on
@@ -79,7 +78,7 @@ def without(fleet: Fleet, gpus: Collection[str]) -> Fleet:
 
 
 def devices_for(queue: Queue, reserved: Mapping[str, Collection[str]]) -> Iterator[Offer]:
-    """What pods that wait may have of the GPUs that are reserved for them, whatever is held there.
+    """What pods that wait may have of the GPUs that are reserved for them, next to what is held there.
 
     ``reserved``: by UUID of the GPU, the UIDs of such pods and claims.
     """
@@ -98,7 +97,11 @@ def devices_for(queue: Queue, reserved: Mapping[str, Collection[str]]) -> Iterat
             for kind, gpus in queue.feasibility.kinds(selector, node).items()
             if uuid in gpus
         ]
-        yield from (Offer(uuid, device.spot) for device in gpu.devices if any(kind.has(device.spot) for kind in kinds))
+        yield from (
+            Offer(uuid, device.spot)
+            for device in gpu.devices
+            if gpu.state.admits(device.spot) and any(kind.has(device.spot) for kind in kinds)
+        )
 
 
 def _has_room(queue: Queue, pod: Pod) -> bool:

@@ -72,16 +72,20 @@ def gpus_of(offers: Iterable[object]) -> set[str]:
 @pytest.mark.parametrize(
     ("selector", "uid", "offered"),
     [
-        pytest.param(FULL, "claim", {"a/0/full"}, id="a full GPU for a claim"),
-        pytest.param(FULL, "pod-of-claim", {"a/0/full"}, id="a full GPU for a pod"),
-        pytest.param(profile("3g.40gb"), "claim", {"a/0/3g.40gb@0", "a/0/3g.40gb@4"}, id="every place of a partition"),
+        pytest.param(FULL, "claim", set(), id="the GPU is not free yet"),
+        pytest.param(
+            profile("1g.10gb"),
+            "claim",
+            {f"a/0/1g.10gb@{start}" for start in (1, 5, 6)},
+            id="for a claim, next to others",
+        ),
+        pytest.param(profile("1g.20gb"), "pod-of-claim", {"a/0/1g.20gb@6"}, id="for a pod"),
         pytest.param(FULL, "another", set(), id="nothing for the next pod of an owner that has none yet"),
     ],
 )
 def test_of_a_gpu_that_is_reserved_for_a_pod_only_what_it_may_have_is_offered(
     selector: str, uid: str, offered: set[str]
 ) -> None:
-    """Though other pods hold parts of it."""
     queue = Situation([BUSY, BUSIER]).wants(request(selector=selector)).queue
     assert {str(offer) for offer in devices_for(queue, {"a/0": {uid}})} == offered
     others = CountersPlanner().curate(without(queue.feasibility.fleet, {"a/0"}))
