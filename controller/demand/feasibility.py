@@ -190,7 +190,7 @@ class Feasibility:
     def fits_on(self, gpus: Sequence[FleetGpu], requirements: ClaimRequirements) -> bool:
         """Whether hypothetical ``gpus`` of one node certainly satisfy ``requirements``."""
         states = tuple(gpu.state for gpu in gpus)
-        return fits(gpus, states, requirements, self.matching.value, Budget()) is SearchOutcome.FITS
+        return self._outcome(requirements, gpus, states, Budget()) is SearchOutcome.FITS
 
     def find_node(self, requirements: ClaimRequirements, nodes: Nodes) -> NodeSearch:
         """The fullest of ``nodes`` that satisfies ``requirements``."""
@@ -227,14 +227,16 @@ class Feasibility:
             if before is not None and before[0] is gpus:
                 yield node, before[1]
                 continue
-            outcome = self._outcome(requirements, node, budget)
+            outcome = self._outcome(requirements, gpus, self.states(node), budget)
             if outcome is not SearchOutcome.UNKNOWN:  # depends on the steps used for other nodes, too
                 remembered[node] = (gpus, outcome)
             yield node, outcome
 
-    def _outcome(self, requirements: ClaimRequirements, node: str, budget: Budget) -> SearchOutcome:
+    def _outcome(
+        self, requirements: ClaimRequirements, gpus: Sequence[FleetGpu], states: States, budget: Budget
+    ) -> SearchOutcome:
         """Nodes with equal states have the same answer, unless attribute values or held devices matter."""
-        gpus, states, requests = self.fleet.nodes[node], self.states(node), requirements.requests
+        requests = requirements.requests
         alike: Hashable = None
         if not requirements.constraints and all(request.count is not None for request in requests):
             alike = (requirements, states, tuple(request.selector.on(gpu) for request in requests for gpu in gpus))
