@@ -20,7 +20,7 @@ from controller.demand.pending_claims import IMPLICIT, Queue, classes_by_resourc
 from controller.demand.pod_requests import RequestedAmount, requested, total
 from controller.eviction.evictor import ADMIN_ACCESS, Job, own_protection
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, ReclaimRules, seconds_of
-from controller.eviction.victim_search import EvictionCost, Tries, VictimSet, VictimUnit, cheapest_victims
+from controller.eviction.victim_search import EvictionCost, Tries, VictimSet, VictimUnit, as_set, cheapest_victims
 from controller.explain.sources.moves import Move
 from driver.clock import Clock, read_time
 from driver.kube.types import Claim, Key, Node, Pod, PodSpec
@@ -87,6 +87,8 @@ class RunningPods:
         self._gangs: dict[tuple[str, str], list[Pod]] = {}
         self._on_nodes: dict[str, list[Pod]] = {}
         self._amounts: dict[tuple[Key, str], Fraction] = {}
+        self.units: dict[tuple[str, tuple[str, ...]], VictimUnit] = {}
+        """Of searches of one turn, with the same queue and policies: by node and pods."""
         for pod in self.pods.values():
             self._on_nodes.setdefault(pod.spec.node_name, []).append(pod)
             if (gang := self.gang_of(pod)) is not None:
@@ -243,8 +245,7 @@ class PreemptionSearch:
 
     def __init__(self, queue: Queue, pod: Pod, running: RunningPods, policies: GpuPolicies, clock: Clock) -> None:
         self.protected: dict[tuple[str, ...], str] = {}
-        self.spared: list[SparedPods] = []
-        self.short_of: dict[str, str] = {}
+        self.spared, self.short_of = list[SparedPods](), dict[str, str]()
         self.rules = self._rules(running, policies, clock, pod)
         self.queue, self.pod, self.running, self._clock = queue, pod, running, clock
         by_class = classes_by_resource(queue.cluster.classes).keys()
@@ -260,9 +261,6 @@ class PreemptionSearch:
                 for claim in claims:
                     self._parts.setdefault(claim, []).append(part)
         self._alternatives, self._tries = list(queue.combinations(pod)), Tries()
-        self._units_of: dict[str, list[VictimUnit]] = {}
-        self._best_of: dict[str, VictimSet] = {}
-        """Of the last search, by node."""
 
     def obstacle(self) -> str | None:
         """Why no pod is evicted for this one, whatever the policies say; None: nothing prevents it."""
@@ -287,17 +285,11 @@ class PreemptionSearch:
 
     def best(self) -> Preemption | None:
         """The cheapest victims on any node; None: no set of pods that may be evicted makes room."""
-        self.spared, self.short_of = [], {}
+        self.spared = []
         self._units_of = {node: list(self._units(node)) for node in self._candidates()}
-        self._best_of = {
-            node: victims
-            for node, units in self._units_of.items()
-            if (victims := self._cheapest(node, units)) is not None
-        }
-        if not self._best_of:
-            return None
-        node = min(self._best_of, key=lambda name: (self._best_of[name].cost, name))
-        return Preemption(node, self._best_of[node])
+        lacking = ((node, self._lacking(node, units)) for node, units in self._units_of.items())
+        self.short_of = {node: resource for node, resource in lacking if resource is not None}
+        return self._cheapest_of(self._units_of.items())
 
     def second(self, best: Preemption) -> tuple[str, EvictionCost] | None:
         """Node and cost of the cheapest set that is found next to ``best``, the last one's result; None: there is none.
@@ -305,12 +297,10 @@ class PreemptionSearch:
         On its node that is a set without one of its units.
         """
         node, units = best.node, self._units_of[best.node]
-        others = [(victims.cost, name) for name, victims in self._best_of.items() if name != node]
-        for unit in best.victims.units:
-            without = self._cheapest(node, [other for other in units if other is not unit])
-            others += [(without.cost, node)] if without is not None else []
-        second = min(others, default=None)
-        return None if second is None else (second[1], second[0])
+        others = [(name, of_node) for name, of_node in self._units_of.items() if name != node]
+        others += [(node, [other for other in units if other is not unit]) for unit in best.victims.units]
+        second = self._cheapest_of(others)
+        return None if second is None else (second.node, second.victims.cost)
 
     def _candidates(self) -> list[str]:
         """The nodes where the pod could run if nothing were held."""
@@ -318,16 +308,20 @@ class PreemptionSearch:
         able = (unheld.nodes_that_may_fit(needed, nodes) for needed in self._alternatives)
         return sorted(set(chain.from_iterable(able)))
 
-    def _cheapest(self, node: str, units: Sequence[VictimUnit]) -> VictimSet | None:
-        lacking = self._lacking(node, units)
-        if lacking is not None:
-            self.short_of[node] = lacking
-            return None
-        counts = [[request.count for request in needed.requests] for needed in self._alternatives]
-        is_known = self._lacking(node, ()) is None and None not in chain.from_iterable(counts)
-        devices = max(sum(count or 0 for count in of_one) for of_one in counts) if is_known else 0
-        is_enough = partial(self._is_enough, node, checks_resources=not is_known)
-        return cheapest_victims(units, devices, is_enough, self._tries)
+    def _cheapest_of(self, nodes: Iterable[tuple[str, Sequence[VictimUnit]]]) -> Preemption | None:
+        """The cheapest set of the units of one of these nodes; of equal ones that of the first node by name."""
+        every, best = len(self.queue.feasibility.fleet.gpus), None
+        counts = [[request.count or every for request in needed.requests] for needed in self._alternatives]
+        # The nodes on which even all units cost little come first: on most of the others one alone costs more, then.
+        for node, units in sorted(nodes, key=lambda pair: as_set(pair[1]).cost):
+            is_better = partial(_is_better, best, node)
+            if any(is_better(unit.cost) for unit in units):
+                is_short = self._lacking(node, ()) is not None
+                is_enough = partial(self._is_enough, node, checks_resources=is_short)
+                devices = 0 if is_short else max(map(sum, counts))
+                victims = cheapest_victims(units, devices, is_enough, self._tries, is_better)
+                best = best if victims is None else Preemption(node, victims)
+        return best
 
     def _is_enough(self, node: str, gone: Collection[VictimUnit], *, checks_resources: bool) -> bool:
         claims = frozenset[str]().union(*(unit.claims for unit in gone))
@@ -359,7 +353,9 @@ class PreemptionSearch:
             if reason is not None:
                 self.spared.append(SparedPods(node, names, reason))
             else:
-                yield self._unit(node, names, claims, pods)
+                if (node, names) not in self.running.units:
+                    self.running.units[node, names] = self._unit(node, names, claims, pods)
+                yield self.running.units[node, names]
 
     def _ending(self, node: str) -> Iterator[VictimUnit]:
         """The claims of ``node`` that pods use which have been deleted, and will have ended soon."""
@@ -394,6 +390,10 @@ class PreemptionSearch:
             ages.append(self._clock.seconds_since(pod.metadata.annotations.checkpointed_at or None))
         seconds = min(ages)
         return max(0.0, seconds) / 3600 if isfinite(seconds) else 0.0
+
+
+def _is_better(best: Preemption | None, node: str, cost: EvictionCost) -> bool:
+    return best is None or (cost, node) < (best.victims.cost, best.node)
 
 
 def _amount(resource: str, spec: PodSpec) -> Fraction:

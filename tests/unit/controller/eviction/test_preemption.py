@@ -34,6 +34,17 @@ def test_the_pod_of_the_lowest_priority_ends_and_the_second_best_is_told() -> No
     assert search.second(preemption) == ("a", EvictionCost(priority=3, busy=1, pods=1, slices=8.0))
 
 
+def test_of_nodes_that_cost_the_same_the_first_by_name_is_the_best_and_the_other_the_second() -> None:
+    contest = Contest([*node_of("a", "full", gpus=2), *node_of("b", "full", gpus=1)])
+    for name, node, gpu, priority in (("p0", "a", "gpu-0", 1), ("p1", "a", "gpu-1", 5), ("p2", "b", "gpu-0", 1)):
+        contest.runs(name, node, gpu, priority=priority)
+    search = contest.search()
+    preemption = search.best()
+    assert preemption is not None
+    assert (preemption.node, names(preemption)) == ("a", ["p0"])
+    assert search.second(preemption) == ("b", preemption.victims.cost)
+
+
 def test_of_equal_priorities_the_fewest_pods_end() -> None:
     contest = Contest(
         [fleet_gpu("a", 0, "NVIDIA H100 80GB HBM3", "mig-1g10gb-0", "mig-1g10gb-1"), *node_of("b", "full", gpus=1)]
@@ -248,9 +259,9 @@ def test_the_sets_that_are_tried_for_one_pod_are_limited_however_often_protected
     for number in range(8):
         contest.runs(f"p{number}", "a", f"gpu-{number}")
     search = contest.search(count=4)
-    searches = [search.best() for _ in range(25)]
-    assert [len(names(preemption)) for preemption in searches] == [4] * 25
-    assert [preemption.victims.is_cheapest for preemption in searches if preemption is not None][::24] == [True, False]
+    searches = [search.best() for _ in range(80)]
+    assert [len(names(preemption)) for preemption in searches] == [4] * 80
+    assert [preemption.victims.is_cheapest for preemption in searches if preemption is not None][::79] == [True, False]
 
 
 @pytest.mark.parametrize(
