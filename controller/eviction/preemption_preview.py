@@ -27,6 +27,8 @@ MAX_ROUNDS = 32
 
 SHOWN_PODS = 5
 
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+
 
 @dataclass(frozen=True)
 class Preview:
@@ -172,14 +174,15 @@ def protection_of(evictor: Evictor, pods: Iterable[Pod]) -> str | None:
 
 
 def _unexamined(client: KubeClient, pod: Pod) -> list[str]:
+    """The fields of ``pod`` that may keep it from a node and that are not examined."""
     namespace, name = pod.metadata.key
     spec: dict[str, Any] = (client.find(f"/api/v1/namespaces/{namespace}/pods/{name}") or {}).get("spec") or {}
-    affinity = spec.get("affinity") or {}
+    affinity, spread = spec.get("affinity") or {}, spec.get("topologySpreadConstraints") or ()
     containers = [*(spec.get("containers") or ()), *(spec.get("initContainers") or ())]
     present = {
-        "affinity.podAffinity": affinity.get("podAffinity"),
-        "affinity.podAntiAffinity": affinity.get("podAntiAffinity"),
-        "topologySpreadConstraints": spec.get("topologySpreadConstraints"),
+        "affinity.podAffinity": (affinity.get("podAffinity") or {}).get(REQUIRED),
+        "affinity.podAntiAffinity": (affinity.get("podAntiAffinity") or {}).get(REQUIRED),
+        "topologySpreadConstraints": [rule for rule in spread if rule.get("whenUnsatisfiable") != "ScheduleAnyway"],
         "persistentVolumeClaim": [volume for volume in spec.get("volumes") or () if "persistentVolumeClaim" in volume],
         "ephemeral": [volume for volume in spec.get("volumes") or () if "ephemeral" in volume],
         "hostPort": [port for container in containers for port in container.get("ports") or () if port.get("hostPort")],

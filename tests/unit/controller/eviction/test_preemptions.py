@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from controller.cluster.claim_index import PoolDevice
 from controller.eviction.evictor import Evictor
 from controller.eviction.gpu_policy import PATH, GpuPolicy
+from controller.eviction.preemption_preview import REQUIRED
 from controller.eviction.preemptions import PODS_PER_TURN, RESERVATION_SECONDS, Preemptions
 from controller.eviction.recent_evictions import RecentEvictions
 from controller.fence.fence import Fence
@@ -122,6 +123,13 @@ class Site:
             self.api.store(f"/api/v1/nodes/{name}", **msgspec.to_builtins(node))
         self.preemptions.turn()
 
+    def turn_with(self, field: str, value: Any) -> None:
+        """One look with a policy, and this field in the spec of the waiting pod."""
+        self.turn()
+        self.api.folder(PODS)["pod-of-claim"]["spec"][field] = value
+        self.api.store(f"{PATH}/notebooks", metadata={"name": "notebooks", "uid": "p"}, spec=EVERYBODY)
+        self.preemptions.turn()
+
     def events(self) -> list[tuple[str, str, str]]:
         """Policy, reason and message of the Events."""
         events: list[Object] = list(self.api.folder(EVENTS).values())
@@ -213,24 +221,31 @@ def test_one_policy_that_is_not_valid_stops_all_and_says_so(site: Site) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "named"),
     [
-        ("topologySpreadConstraints", [{"maxSkew": 1}], "topologySpreadConstraints"),
+        ("topologySpreadConstraints", [{"whenUnsatisfiable": "DoNotSchedule"}], "topologySpreadConstraints"),
+        ("affinity", {"podAntiAffinity": {REQUIRED: [{"topologyKey": "zone"}]}}, "affinity.podAntiAffinity"),
         ("volumes", [{"name": "scratch", "persistentVolumeClaim": {}}], "persistentVolumeClaim"),
         ("volumes", [{"name": "scratch", "ephemeral": {}}], "ephemeral"),
     ],
 )
-def test_a_pod_with_a_field_that_is_not_examined_takes_nothing(
-    site: Site, field: str, value: list[Object], named: str
-) -> None:
-    [waiting] = [pod for pod in site.contest.there.pods if pod.metadata.name == "pod-of-claim"]
-    path = "/api/v1/namespaces/default/pods/pod-of-claim"
-    site.turn()
-    site.api.folder(path)[waiting.metadata.name]["spec"][field] = value
-    site.api.store(f"{PATH}/notebooks", metadata={"name": "notebooks", "uid": "p"}, spec=EVERYBODY)
-    site.preemptions.turn()
+def test_a_pod_with_a_field_that_is_not_examined_takes_nothing(site: Site, field: str, value: Any, named: str) -> None:
+    site.turn_with(field, value)
     assert site.counted() == 0
     eventually(site.events, "an Event is written")
     message = f"no pod is evicted for it: what {named} of it mean for a node is not examined"
     assert site.events() == [("pod-of-claim", "PreemptionBlocked", message)]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("topologySpreadConstraints", [{"whenUnsatisfiable": "ScheduleAnyway"}]),
+        ("affinity", {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1}]}}),
+        ("volumes", [{"name": "scratch", "emptyDir": {}}]),
+    ],
+)
+def test_what_a_pod_only_prefers_keeps_it_from_no_node(site: Site, field: str, value: Any) -> None:
+    site.turn_with(field, value)
+    assert site.counted() == 1
 
 
 def test_an_event_on_a_pod_says_that_no_pod_may_be_evicted_for_it(site: Site) -> None:
