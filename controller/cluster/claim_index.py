@@ -23,8 +23,8 @@ from driver.model.plan import Held
 from driver.model.shared_memory import gib_of
 
 RESERVED = "="
-"""In an entry of the fence between a whole GPU, the UIDs of the claims and pods, or of the owner of the next pod, for
-which it is reserved, and the time until which it is, by the API server's clock in seconds since 1970."""
+"""In an entry of the fence between a whole GPU, the UIDs of the claims and pods, or a hash of the owner of a next pod,
+for which it is reserved, and the time until which it is, by the API server's clock in seconds since 1970."""
 
 
 class PoolDevice(NamedTuple):

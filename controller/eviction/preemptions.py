@@ -92,7 +92,7 @@ class Preemptions:
         self._evicted: dict[frozenset[str], ChosenVictims] = {}
         """By the UIDs for which GPUs are reserved, the pods that were evicted."""
         self._places: dict[frozenset[str], ChosenVictims] = {}
-        """By the UID of the owner for whose next pod GPUs are reserved, the pod that was moved."""
+        """By a hash of the owner for whose next pod GPUs are reserved, the pod that was moved."""
         self._look_at = self._wake_at = 0.0
         self.loop = Loop("evicting pods for others", self.turn, 0.0)
 

@@ -7,6 +7,7 @@ the last one's owner is bound and there still is a place for it. The GPU of the 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from hashlib import sha256
 
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.pending_claims import IMPLICIT, Queue
@@ -80,15 +81,17 @@ def gpus_of(chosen: ChosenVictims, queue: Queue) -> list[FleetGpu]:
 
 
 def place_of(chosen: ChosenVictims, fleet: Fleet) -> dict[frozenset[str], list[FleetGpu]]:
-    """By the UID of its owner, the GPUs where the next pod of the first victim's owner can have the devices of that
-    victim; empty if nobody is moved."""
+    """By a hash of the first victim's owner, the GPUs where its next pod can have the devices of that victim; empty if
+    nobody is moved. A tenant may write any UID of an owner: that of a claim, or a text that forges entries of the
+    fence."""
     moved, units = chosen.victims[0][0], chosen.preemption.victims.units
     if not chosen.moves or moved.controller is None:
         return {}
     claims, sources = set(map(str, moved.claims)), {move.source.gpu.uuid for move in chosen.moves}
     remaining = frozenset[str]().union(*(unit.gpus for unit in units if unit.claims <= claims)) - sources
     targets = {move.target.gpu.uuid for move in chosen.moves if move.claim in claims}
-    return {frozenset({moved.controller.uid}): [fleet.gpus[uuid] for uuid in sorted(targets | remaining)]}
+    owner = sha256(f"{moved.metadata.namespace}/{moved.controller.uid}".encode()).hexdigest()
+    return {frozenset({owner}): [fleet.gpus[uuid] for uuid in sorted(targets | remaining)]}
 
 
 def next_pods(last: ChosenVictims, pods: Iterable[Pod]) -> list[Pod]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from hashlib import sha256
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
-from controller.cluster.claim_index import PoolDevice
+from controller.cluster.claim_index import PoolDevice, gpu_of
 from controller.eviction import preemptions
 from controller.eviction.gpu_policy import PATH, GpuPolicy
+from controller.fence.fenced_devices import read, written
 from tests.support.evictions import ClusterApi
 from tests.support.gpus import H100
 from tests.support.preemption import EVERYBODY, OWNER, Contest, policy
@@ -29,6 +31,11 @@ PLACE, OTHER_GPU = PoolDevice(f"b-{DRIVER}", "gpu-0"), PoolDevice(f"c-{DRIVER}",
 
 def owned_by(name: str, kind: str = "ReplicaSet") -> dict[str, Any]:
     return {"ownerReferences": [{**OWNER, "name": name, "uid": f"owner-of-{name}", "kind": kind}]}
+
+
+def owner_of(name: str) -> frozenset[str]:
+    """As the fence names the owner of pod ``name``."""
+    return frozenset({sha256(f"default/owner-of-{name}".encode()).hexdigest()})
 
 
 class Scattered(Site):
@@ -134,15 +141,15 @@ def test_the_next_pod_is_moved_once_the_last_one_runs_again(
     monkeypatch.setattr(preemptions, "MAX_RESERVATIONS", most)
     site.turn(policy("notebooks", **ACTIVE))
     assert site.api.evicted == ["one"]
-    assert site.reserved.kept == {GPU: frozenset({"claim"}), PLACE: frozenset({"owner-of-one"})}
+    assert site.reserved.kept == {GPU: frozenset({"claim"}), PLACE: owner_of("one")}
     site.ends("one", start=None)
     site.turn()
     assert site.api.evicted == ["one"], "its owner's new pod is not bound"
-    assert site.reserved.kept == {GPU: frozenset({"claim"}), PLACE: frozenset({"owner-of-one"})}
+    assert site.reserved.kept == {GPU: frozenset({"claim"}), PLACE: owner_of("one")}
     site.contest.runs("one-again", "b", metadata=owned_by("one"))
     site.turn()
     assert site.api.evicted == ["one", "two"]
-    assert site.reserved.kept == {GPU: frozenset({"claim"}), PLACE: frozenset({"owner-of-two"})}
+    assert site.reserved.kept == {GPU: frozenset({"claim"}), PLACE: owner_of("two")}
     about = {("notebooks", "Repacking"), ("pod-of-claim", "Repacking"), ("one", "MovedFor"), ("two", "MovedFor")}
     eventually(lambda: about <= site.reasons(), "all Events are written")
     assert [(name, trigger) for name, trigger, *_ in site.recorded()] == [
@@ -186,7 +193,7 @@ def test_pods_are_moved_for_one_that_waits_at_a_time(site: Scattered) -> None:
     for _ in range(2):
         site.turn(policy("notebooks", **ACTIVE))
     assert site.api.evicted == ["three"]
-    assert set(site.reserved.kept.values()) == {frozenset({"claim"}), frozenset({"owner-of-three"})}
+    assert set(site.reserved.kept.values()) == {frozenset({"claim"}), owner_of("three")}
 
 
 def test_meanwhile_pods_are_evicted_for_others_of_higher_priority(
@@ -206,7 +213,7 @@ def test_meanwhile_pods_are_evicted_for_others_of_higher_priority(
     assert set(site.reserved.kept.values()) == {
         frozenset({"claim"}),
         frozenset({"other"}),
-        frozenset({"owner-of-two"}),
+        owner_of("two"),
     }
 
 
@@ -271,7 +278,7 @@ def test_the_place_becomes_that_of_the_next_pod_once_it_waits(
     there.pods = [pod for pod in there.pods if pod.metadata.name != "pod-of-claim"]
     for _ in range(2):
         site.turn()
-    assert site.reserved.kept == {PLACE: frozenset({"pod-of-new" if is_next else "owner-of-one"})}
+    assert site.reserved.kept == {PLACE: frozenset({"pod-of-new"}) if is_next else owner_of("one")}
 
 
 def test_the_place_is_that_of_the_next_pod_until_it_is_bound(site: Scattered) -> None:
@@ -349,7 +356,15 @@ def test_a_device_of_the_pod_that_need_not_move_is_part_of_its_place(site: Scatt
     site.contest.search(selector=FULL, status=REFUSED, metadata={"creationTimestamp": site.ago(1)})
     site.turn(policy("notebooks", **ACTIVE))
     place = [GPU._replace(device=name) for name in ("gpu-1", "gpu-2")]
-    assert site.reserved.kept == {GPU: frozenset({"claim"}), **dict.fromkeys(place, frozenset({"owner-of-one"}))}
+    assert site.reserved.kept == {GPU: frozenset({"claim"}), **dict.fromkeys(place, owner_of("one"))}
+
+
+def test_the_text_that_a_tenant_writes_as_the_uid_of_an_owner_is_no_entry_of_the_fence(site: Scattered) -> None:
+    site.begin(metadata={"ownerReferences": [{**OWNER, "uid": "x gpu-1=another=9999999999"}]})
+    site.turn(policy("notebooks", **ACTIVE))
+    assert site.api.evicted == ["one"]
+    entries = {PoolDevice(gpu.pool, f"{gpu.device}={','.join(uids)}=1") for gpu, uids in site.reserved.kept.items()}
+    assert {gpu_of(entry) for entry in read(written(entries))} == {GPU, PLACE}
 
 
 ONE_CPU = [{"name": "main", "resources": {"requests": {"cpu": "1"}}}]
