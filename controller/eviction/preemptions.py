@@ -20,7 +20,7 @@ from random import sample
 from controller.cluster.claim_index import PoolDevice, gpu_of
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.feasibility import Feasibility
-from controller.demand.pending_claims import PendingClaim, Queue
+from controller.demand.pending_claims import PendingClaim, Queue, without_claims
 from controller.eviction.evictor import Evictor, Outcome, Trigger, pod_reference
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, parse_policy, policy_reference, read_policies
 from controller.eviction.preemption import HAS_ENDED, PreemptionSearch
@@ -125,9 +125,12 @@ class Preemptions:
         gpus = set(map(gpu_of, reserved))
         return self._limited(queue, lambda gpu: gpu not in gpus) if gpus else queue
 
-    def _limited(self, queue: Queue, is_seen: Callable[[PoolDevice], bool]) -> Queue:
-        present = queue.feasibility
-        fleet = Fleet.of(gpu for gpu in present.fleet if is_seen(self._device_of(gpu)))
+    def _limited(
+        self, queue: Queue, is_seen: Callable[[PoolDevice], bool], gone: frozenset[str] = frozenset()
+    ) -> Queue:
+        present, holders = queue.feasibility, queue.holders
+        gpus = (gpu for gpu in present.fleet if is_seen(self._device_of(gpu)))
+        fleet = Fleet.of(without_claims(gpu, holders, gone) if gone else gpu for gpu in gpus)
         return queue.with_feasibility(Feasibility(fleet, present.matching, is_hypothetical=True))
 
     def _end_reservations(self, queue: Queue) -> None:
@@ -234,15 +237,20 @@ class Preemptions:
         self, policies: Sequence[GpuPolicy], queue: Queue, reserved: Mapping[PoolDevice, frozenset[str]]
     ) -> bool:
         """Evict what holds GPUs that are reserved, if not all victims have been evicted: an earlier leader was killed,
-        or one of them ended by itself. Returns whether there were evictions."""
+        or one of them ended by itself. Those that are ending, for however long, make room. Returns whether there were
+        evictions."""
         begun = set(reserved.values()) - self._evicted.keys() - self._places.keys()
         pods = {uids: item.pods[0] for item in queue.pending for uids in begun if uids & _uids_of(item)}
         if not pods:
             return False
         self._evictor.recent.refresh()
         running, by_policy = read_running(self._client), GpuPolicies(policies)
+        held = {claim for claims in queue.holders.values() for claim in claims}
+        uses = {claim: [pod.metadata.deletion_timestamp for pod in running.consumers(claim)] for claim in held}
+        ending = frozenset(claim for claim, deletions in uses.items() if all(deletions))
         for uids, pod in pods.items():
-            seen = self._limited(queue, {gpu_of(entry) for entry, of in reserved.items() if of == uids}.__contains__)
+            gpus = {gpu_of(entry) for entry, of in reserved.items() if of == uids}
+            seen = self._limited(queue, gpus.__contains__, ending)
             search = PreemptionSearch(seen, pod, running, by_policy, self._client.clock)
             if self._serve(preview_of(self._client, search, self._evictor)):
                 return True

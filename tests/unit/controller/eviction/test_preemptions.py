@@ -27,7 +27,7 @@ from tests.support.api_server import Object
 from tests.support.evictions import ClusterApi
 from tests.support.gpus import H100
 from tests.support.preemption import EVERYBODY, OWNER, Contest, policy
-from tests.support.queues import DRIVER, FULL, fleet_gpu, node_of, request
+from tests.support.queues import DRIVER, FULL, fleet_gpu, node_of, profile, request
 from tests.support.recording import recording
 from tests.support.running import eventually
 
@@ -483,14 +483,27 @@ def test_a_new_leader_goes_on_with_the_set_that_the_previous_one_has_begun(
     assert site.api.evicted == evicted, "no second set"
 
 
-def test_a_new_leader_evicts_no_pod_that_is_ending_already(site: Site) -> None:
+@pytest.mark.parametrize("is_gone", [False, True], ids=["it is ending slowly", "its claim is not deallocated yet"])
+def test_a_new_leader_evicts_no_pod_in_place_of_a_victim_that_has_been_evicted(site: Site, is_gone: bool) -> None:
+    site.contest = contest = Contest([fleet_gpu("a", 0, H100, "mig-4g40gb-0", "mig-3g40gb-4")])
+    ending = {"deletionTimestamp": "2026-11-21T01:00:00Z"}
+    contest.runs("victim", "a", "gpu-0-mig-3g40gb-4", metadata=ending)
+    contest.runs("other", "a", "gpu-0-mig-4g40gb-0")
+    contest.search(selector=profile("3g.40gb"), status=REFUSED)
+    contest.there.pods[:1] = [] if is_gone else contest.there.pods[:1]
     site.reserved.kept = {GPU: frozenset({"claim"})}
-    [notebook] = [pod for pod in site.contest.there.pods if pod.metadata.name == "notebook"]
-    site.contest.there.pods.remove(notebook)
-    ending = replace(notebook.metadata, deletion_timestamp="2026-11-21T00:00:00Z")
-    site.contest.there.pods.append(replace(notebook, metadata=ending))
     site.turn(policy("notebooks", **ACTIVE))
     assert (site.api.evicted, list(site.reserved.kept)) == ([], [GPU])
+
+
+def test_a_new_leader_evicts_the_other_victims_while_the_first_one_is_ending(site: Site) -> None:
+    site.contest = contest = Contest(node_of("a", "full", gpus=2))
+    contest.runs("first", "a", "gpu-0", metadata={"deletionTimestamp": "2026-11-21T01:00:00Z"})
+    contest.runs("second", "a", "gpu-1")
+    contest.search(selector=FULL, count=2, status=REFUSED)
+    site.reserved.kept = {PoolDevice(GPU.pool, f"gpu-{number}"): frozenset({"claim"}) for number in (0, 1)}
+    site.turn(policy("notebooks", **ACTIVE))
+    assert site.api.evicted == ["second"]
 
 
 @pytest.mark.parametrize("end", ["the claim does not wait any more", "it lasts too long"])
