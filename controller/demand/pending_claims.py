@@ -326,13 +326,24 @@ class Queue:
 
 
 def pending_claims(claims: Iterable[Claim], classes: Iterable[DeviceClass], pods: Iterable[Pod]) -> list[PendingClaim]:
-    """All pending claims in the order of ``claims``, then of ``pods``."""
+    """All pending claims in the order of ``claims``, then of ``pods``.
+
+    A claim of a pod whose status names it no more, or not yet, is known by its owner (``fence_probe.try_again``).
+    """
     waiting = (pod for pod in pods if pod.status.phase == "Pending" and not pod.metadata.deletion_timestamp)
     queued = [pod for pod in waiting if not pod.spec.scheduling_gates]
     users: dict[Key, list[Pod]] = {}
+    unnamed: dict[tuple[str, str], Pod] = {}
     for pod in queued:
-        for key in pod.claims:
+        names = pod.claims
+        for key in names:
             users.setdefault(key, []).append(pod)
+        if len(names) < len(pod.spec.resource_claims):
+            unnamed[pod.metadata.namespace, pod.metadata.uid] = pod
+    for metadata in (claim.metadata for claim in claims if unnamed):
+        owner = next((owner for owner in metadata.owner_references if owner.controller), None)
+        if owner is not None and metadata.key not in users and (metadata.namespace, owner.uid) in unnamed:
+            users[metadata.key] = [unnamed[metadata.namespace, owner.uid]]
     created = [
         PendingClaim(claim, tuple(users[claim.metadata.key]))
         for claim in claims

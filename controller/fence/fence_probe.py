@@ -95,13 +95,12 @@ def try_again(client: KubeClient, pod: Pod) -> bool:
 
     False: the scheduler makes the claim of ``pod`` itself. Raises ApiError.
     """
-    claims = [claim for claim in pod.spec.resource_claims if claim.resource_claim_template_name is None]
-    entered = [
-        {"name": claim.name, "resourceClaimName": claim.resource_claim_name}
-        for claim in pod.status.resource_claim_statuses or claims
-    ]
+    claims = pod.status.resource_claim_statuses or pod.spec.resource_claims
+    entered = [{"name": claim.name, "resourceClaimName": claim.resource_claim_name} for claim in claims]
     path = f"/api/v1/namespaces/{pod.metadata.namespace}/pods/{pod.metadata.name}/status"
-    for statuses in ([], entered) if pod.spec.resource_claims else ():
+    # Of a pod that was read between the two writes the names of claims from templates are not known.
+    is_known = all(claim.resource_claim_template_name is None for claim in claims)
+    for statuses in ([], entered) if claims and is_known else ():
         with accepted_status(NOT_FOUND, CONFLICT, INVALID):  # it ended, or is bound
             client.patch(path, {"metadata": {"uid": pod.metadata.uid}, "status": {"resourceClaimStatuses": statuses}})
-    return bool(pod.spec.resource_claims)
+    return bool(claims)

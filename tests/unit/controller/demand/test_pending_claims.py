@@ -276,3 +276,25 @@ def test_pods_that_are_gone_take_no_memory_as_long_as_no_node_changes() -> None:
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert used < 5_000_000
+
+
+OWNED = {"kind": "Pod", "name": "waiting", "uid": "waiting", "controller": True}
+
+
+@pytest.mark.parametrize(
+    ("owner", "is_pending"),
+    [
+        pytest.param(OWNED, True, id="the pod"),
+        pytest.param({**OWNED, "controller": False}, False, id="the pod, which does not control it"),
+        pytest.param({**OWNED, "uid": "another"}, False, id="another pod"),
+    ],
+)
+def test_a_claim_from_a_template_is_pending_while_the_status_of_its_pod_does_not_name_it(
+    owner: dict[str, Any], is_pending: bool
+) -> None:
+    """The controller writes these names anew so that the scheduler tries the pod again."""
+    there = two_nodes()
+    there.claim("made", request(selector=FULL), metadata={"ownerReferences": [owner]})
+    there.pod("waiting", resourceClaims=[{"name": "gpus", "resourceClaimTemplateName": "gpus"}])
+    pending = [(item.key, [str(pod.metadata.key) for pod in item.pods]) for item in there.queue.pending]
+    assert pending == ([("default/made", ["default/waiting"])] if is_pending else [])

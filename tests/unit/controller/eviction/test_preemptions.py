@@ -26,7 +26,7 @@ from driver.kube.types import ExtendedClaimStatus, Metadata, Pod
 from tests.support.api_server import Object
 from tests.support.evictions import ClusterApi
 from tests.support.gpus import H100
-from tests.support.preemption import EVERYBODY, OWNER, Contest, policy
+from tests.support.preemption import EVERYBODY, OWNER, WAITING, Contest, policy
 from tests.support.queues import DRIVER, FULL, fleet_gpu, node_of, profile, request
 from tests.support.recording import recording
 from tests.support.running import eventually
@@ -449,6 +449,26 @@ def test_a_pod_that_waits_no_more_is_not_tried_again(freed: Freed, meanwhile: di
     freed.entered.clear()
     freed.turn()
     assert freed.entered == []
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_the_names_of_claims_are_not_lost_if_the_pod_was_read_while_they_were_written(
+    site: Site, is_mixed: bool
+) -> None:
+    """By a new leader, which then keeps the reservation."""
+    there = site.contest.there
+    there.gpus, site.reserved.kept = node_of("a", gpus=2), {GPU: frozenset({"claim"})}
+    there.claims, there.pods = [], []
+    owner = {"kind": "Pod", "name": WAITING, "uid": WAITING, "controller": True}
+    there.claim("claim", request(selector=FULL), metadata={"ownerReferences": [owner]})
+    names = [{"name": "gpus", "resourceClaimTemplateName": "gpus"}]
+    if is_mixed:
+        names.append({"name": "shared", "resourceClaimName": there.claim("shared", request(selector=FULL))})
+    there.pod(WAITING, resourceClaims=names, priority=10, status=REFUSED)
+    written: list[str] = []
+    site.api.admit = lambda route, old, new: written.append(route.name) if "status" in new else None
+    site.turn()
+    assert (site.reserved.kept, written) == ({GPU: frozenset({"claim"})}, [])
 
 
 def test_a_reservation_outlasts_a_decision_made_while_the_status_of_the_pod_named_no_claim(freed: Freed) -> None:
