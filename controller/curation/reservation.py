@@ -18,6 +18,7 @@ from typing import NamedTuple
 from controller.cluster.fleet import Fleet
 from controller.demand.device_search import Budget, choose_devices
 from controller.demand.pending_claims import Queue
+from controller.demand.selected_devices import Selector
 from driver.clock import Clock
 from driver.kube.types import Key, Pod
 from driver.model.offer import Offer
@@ -82,15 +83,14 @@ def devices_for(queue: Queue, reserved: Mapping[str, Collection[str]]) -> Iterat
 
     ``reserved``: by UUID of the GPU, the UIDs of such pods and claims.
     """
-    pods: dict[str, list[Pod]] = {}
+    wanted, requests = frozenset[str]().union(*reserved.values()), dict[str, set[Selector]]()
     for pending in queue.pending:
-        for uid in (pending.uid, *(pod.metadata.uid for pod in pending.pods)):
-            pods.setdefault(uid, []).extend(pending.pods)
+        for uid in wanted.intersection((pending.uid, *(pod.metadata.uid for pod in pending.pods))):
+            requests.setdefault(uid, set()).update(request.selector for request in queue.requests(pending))
     for uuid, uids in reserved.items():
         gpu = queue.feasibility.fleet.gpus[uuid]
         node = frozenset({gpu.node})
-        combinations = (needed for uid in uids for pod in pods.get(uid, ()) for needed in queue.combinations(pod))
-        selectors = {request.selector for needed in combinations for request in needed.requests}
+        selectors = set[Selector]().union(*(requests.get(uid, ()) for uid in uids))
         kinds = [
             kind
             for selector in selectors

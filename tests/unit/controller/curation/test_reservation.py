@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterable
 
 import pytest
@@ -90,3 +91,18 @@ def test_of_a_gpu_that_is_reserved_for_a_pod_only_what_it_may_have_is_offered(
     assert {str(offer) for offer in devices_for(queue, {"a/0": {uid}})} == offered
     others = CountersPlanner().curate(without(queue.feasibility.fleet, {"a/0"}))
     assert {offer.gpu for offer in others} == {"a/1"}
+
+
+def test_a_claim_of_very_many_pods_costs_little_memory() -> None:
+    """Tenants choose how many pods share one, also while GPUs are reserved for others."""
+    there = Situation([BUSY])
+    there.claim("claim", request(selector=FULL))
+    for number in range(1000):
+        there.pod(f"pod-{number}", "claim")
+    queue = there.queue
+    tracemalloc.start()
+    offers = list(devices_for(queue, {"a/0": {"another"}}))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert offers == []
+    assert most < 1_000_000
