@@ -16,7 +16,7 @@ from math import isfinite
 from typing import NamedTuple
 
 from controller.demand.device_search import slices_of
-from controller.demand.pending_claims import IMPLICIT, Queue, classes_by_resource, held_with_claims
+from controller.demand.pending_claims import IMPLICIT, Queue, classes_by_resource, held_with_claims, without_claims
 from controller.demand.pod_requests import RequestedAmount, requested, total
 from controller.eviction.evictor import ADMIN_ACCESS, Job, own_protection
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, ReclaimRules, seconds_of
@@ -321,16 +321,16 @@ class PreemptionSearch:
                 devices = 0 if is_short else max(map(sum, counts))
                 victims = cheapest_victims(units, devices, is_enough, self._tries, is_better)
                 best = best if victims is None else Preemption(node, victims)
-        return best
+        if best is None or self._tries.remaining > 0:
+            return best
+        return best._replace(victims=best.victims._replace(is_cheapest=False))
 
     def _is_enough(self, node: str, gone: Collection[VictimUnit], *, checks_resources: bool) -> bool:
         claims = frozenset[str]().union(*(unit.claims for unit in gone))
         gpus = frozenset[str]().union(*(unit.gpus for unit in gone))
         holders, feasibility = self.queue.holders, self.queue.feasibility
         remaining = [
-            entry.holding(device for device, of in held_with_claims(entry, holders) if not of or not claims >= set(of))
-            if entry.gpu.uuid in gpus
-            else entry
+            without_claims(entry, holders, claims) if entry.gpu.uuid in gpus else entry
             for entry in feasibility.fleet.nodes[node]
         ]
         return any(feasibility.fits_on(remaining, needed) for needed in self._alternatives) and (

@@ -13,6 +13,7 @@ from controller.cluster.fleet import FleetGpu
 from controller.eviction.evictor import Job
 from controller.eviction.gpu_policy import GpuPolicy
 from controller.eviction.victim_search import EvictionCost
+from tests.support.gpus import H100
 from tests.support.preemption import EVERYBODY, NOW, OWNER, SIX_HOURS_AGO, YESTERDAY, Contest, names, policy
 from tests.support.queues import FULL, fleet_gpu, node_of, profile, request
 
@@ -364,3 +365,23 @@ def test_no_other_set_of_pods_would_be_cheaper(drawn: tuple[Contest, dict[str, A
     if search.obstacle() is None:
         preemption = search.best()
         assert (None if preemption is None else preemption.victims.cost) == contest.cheapest_of_all()
+
+
+def test_a_set_is_not_called_the_cheapest_if_the_search_ended_early_on_another_node() -> None:
+    small = [f"mig-1g10gb-{start}" for start in range(7)]
+    on_a = ["mig-1g10gb-0", "mig-2g20gb-2", "mig-3g40gb-4"]
+    contest = Contest(
+        [fleet_gpu("a", 0, H100, *on_a), fleet_gpu("b", 0, H100, *small), fleet_gpu("b", 1, H100, "full")]
+    )
+    for number, device in enumerate(on_a):
+        contest.runs(f"a-{number}", "a", f"gpu-0-{device}")
+    for number, device in enumerate(small):
+        contest.runs(f"b-{number}", "b", f"gpu-0-{device}")
+    contest.runs("cheapest", "b", "gpu-1", since=YESTERDAY)
+    search = contest.search()
+    search._tries.remaining = len(on_a) + 1
+    best = search.best()
+    assert best is not None
+    assert (best.node, best.victims.is_cheapest) == ("a", False)
+    search._tries.remaining = 100
+    assert names(search.best()) == ["cheapest"]
