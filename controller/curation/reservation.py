@@ -83,9 +83,9 @@ def devices_for(queue: Queue, reserved: Mapping[str, Collection[str]]) -> Iterat
 
     ``reserved``: by UUID of the GPU, the UIDs of such pods and claims.
     """
-    wanted, requests = frozenset[str]().union(*reserved.values()), dict[str, set[Selector]]()
+    all_uids, requests = frozenset[str]().union(*reserved.values()), dict[str, set[Selector]]()
     for pending in queue.pending:
-        for uid in wanted.intersection((pending.uid, *(pod.metadata.uid for pod in pending.pods))):
+        for uid in all_uids.intersection((pending.uid, *(pod.metadata.uid for pod in pending.pods))):
             requests.setdefault(uid, set()).update(request.selector for request in queue.requests(pending))
     for uuid, uids in reserved.items():
         gpu = queue.feasibility.fleet.gpus[uuid]

@@ -50,6 +50,9 @@ RESERVED_INTERVAL_SECONDS = 0.25
 WAKE_INTERVAL_SECONDS, WAKE_SECONDS_PER_POD = 0.25, 0.00125
 """Between two times that parked pods are woken: each costs the scheduler an attempt for every pod that waits."""
 
+MAX_WOKEN = 8
+"""Pods of one claim that are woken at once, by several requests each: tenants choose how many pods share a claim."""
+
 MAX_RESERVATIONS = 20
 """Waiting pods for which GPUs are reserved at once."""
 
@@ -151,8 +154,10 @@ class Preemptions:
 
     def _wake(self, uids: frozenset[str], queue: Queue) -> None:
         """If devices are free for these pods, or pods with these claims: the scheduler may have tried them while it
-        wanted to give these to another pod, which the fence then refused."""
-        pods = {pod.metadata.uid: pod for item in queue.pending if uids & _uids_of(item) for pod in item.pods}
+        wanted to give these to another pod, which the fence then refused. Of many pods that share a claim some are
+        tried, by chance: once one of them has the devices, the scheduler tries the others by itself."""
+        items = [item for item in queue.pending if uids & _uids_of(item)]
+        pods = {pod.metadata.uid: pod for item in items for pod in sample(item.pods, min(MAX_WOKEN, len(item.pods)))}
         needs = ((pod, needed) for pod in pods.values() for needed in queue.combinations(pod))
         able = {pod.metadata.uid for pod, needed in needs if queue.feasibility.may_fit(needed, queue.nodes_for(pod))}
         waiting = [pods[uid] for uid in able if self._still_waits(pods[uid])]

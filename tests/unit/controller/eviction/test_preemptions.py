@@ -451,6 +451,16 @@ def test_a_pod_that_waits_no_more_is_not_tried_again(freed: Freed, meanwhile: di
     assert freed.entered == []
 
 
+def test_of_very_many_pods_that_share_a_claim_a_few_are_tried_again_at_a_time(site: Site) -> None:
+    there, entered = site.contest.there, set[str]()
+    there.gpus, site.reserved.kept = node_of("a", gpus=1), {GPU: frozenset({"claim"})}
+    for number in range(100):
+        there.pod(f"more-{number}", "claim", status=REFUSED)
+    site.api.admit = lambda route, old, new: entered.add(route.name) if "status" in new else None
+    site.turn()
+    assert 0 < len(entered) < 10
+
+
 @pytest.mark.parametrize("is_mixed", [False, True])
 def test_the_names_of_claims_are_not_lost_if_the_pod_was_read_while_they_were_written(
     site: Site, is_mixed: bool
