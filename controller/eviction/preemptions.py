@@ -245,7 +245,7 @@ class Preemptions:
         or one of them ended by itself. Those that are ending, for however long, make room. Returns whether there were
         evictions."""
         begun = set(reserved.values()) - self._evicted.keys() - self._places.keys()
-        pods = {uids: item.pods[0] for item in queue.pending for uids in begun if uids & _uids_of(item)}
+        pods = {uids: pod for pod in queue.pods if begun and (uids := _reserved_uids(queue, pod)) in begun}
         if not pods:
             return False
         self._evictor.recent.refresh()
@@ -308,9 +308,7 @@ class Preemptions:
 
         Returns whether there is a reservation.
         """
-        obstacle = self._obstacle(chosen)
-        uids = frozenset(pending.uid for pending in queue.of_pod(chosen.pod))
-        uids = uids if len(uids) <= MAX_RESERVED_CLAIMS else frozenset({chosen.pod.metadata.uid})
+        obstacle, uids = self._obstacle(chosen), _reserved_uids(queue, chosen.pod)
         if obstacle is not None:
             self._tell_policies(chosen, BLOCKED, obstacle)
             self._lift(uids)
@@ -387,3 +385,9 @@ class Preemptions:
 def _uids_of(pending: PendingClaim) -> frozenset[str]:
     """UIDs for one of which devices that are meant for ``pending`` are reserved."""
     return frozenset((pending.uid, *(pod.metadata.uid for pod in pending.pods)))
+
+
+def _reserved_uids(queue: Queue, pod: Pod) -> frozenset[str]:
+    """UIDs for which devices that are meant for ``pod`` are reserved."""
+    uids = frozenset(pending.uid for pending in queue.of_pod(pod))
+    return uids if len(uids) <= MAX_RESERVED_CLAIMS else frozenset({pod.metadata.uid})

@@ -526,6 +526,20 @@ def test_a_new_leader_evicts_no_pod_in_place_of_a_victim_that_has_been_evicted(s
     assert (site.api.evicted, list(site.reserved.kept)) == ([], [GPU])
 
 
+def test_a_new_leader_goes_on_for_the_pod_with_all_of_the_claims(site: Site) -> None:
+    """Though another pod shares one of them."""
+    site.contest = contest = Contest(node_of("a", "full", gpus=2))
+    for number in (0, 1):
+        contest.runs(f"victim-{number}", "a", f"gpu-{number}")
+    there, both = contest.there, [contest.there.claim(name, request(selector=FULL)) for name in ("claim", "shared")]
+    there.pod("other", "shared", priority=10, status=REFUSED)
+    there.pod(WAITING, *both, priority=10, status=REFUSED)
+    kept = {PoolDevice(GPU.pool, f"gpu-{number}"): frozenset(both) for number in (0, 1)}
+    site.reserved.kept = dict(kept)
+    site.turn(policy("notebooks", **ACTIVE))
+    assert (site.api.evicted, site.reserved.kept) == (["victim-0", "victim-1"], kept)
+
+
 def test_a_new_leader_evicts_the_other_victims_while_the_first_one_is_ending(site: Site) -> None:
     site.contest = contest = Contest(node_of("a", "full", gpus=2))
     contest.runs("first", "a", "gpu-0", metadata={"deletionTimestamp": "2026-11-21T01:00:00Z"})
