@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +22,14 @@ class PlannedOffers:
     offers: tuple[Offer, ...]
     requested: frozenset[OfferKind]
     by_claim: Mapping[str, tuple[Offer, ...]] | None = None
+
+    def including(self, reserved: Mapping[str, Iterable[Offer]]) -> PlannedOffers:
+        """The same, and what else is offered for claims, by their keys."""
+        offers = {key: tuple(of) for key, of in reserved.items()}
+        more = dict.fromkeys(offer for of in offers.values() for offer in of)
+        requested = self.requested.union(offer.spot.kind for offer in more)
+        by_claim = None if self.by_claim is None else {**self.by_claim, **offers}
+        return PlannedOffers((*self.offers, *more), requested, by_claim)
 
 
 class OfferPlanner(Protocol):

@@ -1,7 +1,7 @@
 """Memory that is kept for a pod that waits in vain (pure but for what the class remembers).
 
-With counters the GPUs of pods that are evicted for it are reserved in the fence (``controller.eviction``). Nothing is
-offered there but what it may have: else the scheduler would choose the rest for other pods again and again.
+The GPUs of pods that are evicted for it are reserved in the fence (``controller.eviction``). Nothing is offered there
+but what it may have: else the scheduler would choose the rest for other pods again and again.
 
 With disjoint offers the controller decides which claim gets free memory. A pod for which there is no room at first does
 not keep others from using it. After ``WAIT_SECONDS`` the first such pod gets a reservation: nothing new is offered on
@@ -11,17 +11,19 @@ the GPUs with the most free memory that would satisfy it once they are free. One
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from controller.cluster.fleet import Fleet
+from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.device_search import Budget, choose_devices
 from controller.demand.pending_claims import Queue
 from controller.demand.selected_devices import Selector
 from driver.clock import Clock
 from driver.kube.types import Key, Pod
+from driver.model.device import Device
 from driver.model.offer import Offer
+from driver.placement.occupancy import overlap
 
 WAIT_SECONDS = 120.0
 """Time after which a pod that could run on empty GPUs gets a reservation."""
@@ -78,30 +80,39 @@ def without(fleet: Fleet, gpus: Collection[str]) -> Fleet:
     return fleet.changed(replace(fleet.gpus[uuid], uses=frozenset()) for uuid in gpus) if gpus else fleet
 
 
-def devices_for(queue: Queue, reserved: Mapping[str, Collection[str]]) -> Iterator[Offer]:
-    """What pods that wait may have of the GPUs that are reserved for them, next to what is held there.
+def devices_for(queue: Queue, reserved: Mapping[str, Collection[str]]) -> dict[str, list[Offer]]:
+    """By key of the claim, what it may have of the GPUs that are reserved for it or its pods, next to what is held.
 
     ``reserved``: by UUID of the GPU, the UIDs of such pods and claims.
     """
-    all_uids, requests = frozenset[str]().union(*reserved.values()), dict[str, set[Selector]]()
-    for pending in queue.pending:
-        for uid in all_uids.intersection((pending.uid, *(pod.metadata.uid for pod in pending.pods))):
-            requests.setdefault(uid, set()).update(request.selector for request in queue.requests(pending))
+    feasibility, devices, gpus_of = queue.feasibility, dict[str, list[Offer]](), dict[str, list[FleetGpu]]()
     for uuid, uids in reserved.items():
-        gpu = queue.feasibility.fleet.gpus[uuid]
-        node = frozenset({gpu.node})
-        selectors = set[Selector]().union(*(requests.get(uid, ()) for uid in uids))
-        kinds = [
-            kind
-            for selector in selectors
-            for kind, gpus in queue.feasibility.kinds(selector, node).items()
-            if uuid in gpus
-        ]
-        yield from (
-            Offer(uuid, device.spot)
-            for device in gpu.devices
-            if gpu.state.admits(device.spot) and any(kind.has(device.spot) for kind in kinds)
-        )
+        for uid in uids:
+            gpus_of.setdefault(uid, []).append(feasibility.fleet.gpus[uuid])
+    for pending in queue.pending:
+        uids = gpus_of.keys() & {pending.uid, *(pod.metadata.uid for pod in pending.pods)}
+        selectors = {request.selector for request in queue.requests(pending)} if uids else set[Selector]()
+        for gpu in (gpu for uid in uids for gpu in gpus_of[uid] if selectors):
+            by_kind = (feasibility.kinds(selector, frozenset({gpu.node})) for selector in selectors)
+            kinds = [kind for gpus in by_kind for kind, alike in gpus.items() if gpu.gpu.uuid in alike]
+            spots = (device.spot for device in gpu.devices if gpu.state.admits(device.spot))
+            offers = [Offer(gpu.gpu.uuid, spot) for spot in spots if any(kind.has(spot) for kind in kinds)]
+            devices.setdefault(pending.key, []).extend(offers)
+    return devices
+
+
+def apart(queue: Queue, devices: Mapping[str, list[Offer]], published: Container[Offer]) -> dict[str, list[Offer]]:
+    """As many of these ``devices`` as each claim asks for, ``published`` ones first, none of which overlap."""
+    fleet, taken, chosen = queue.feasibility.fleet, dict[str, list[Device]](), dict[str, list[Offer]]()
+    for pending in (pending for pending in queue.pending if pending.key in devices):
+        count = sum(request.count or 1 for request in queue.requests(pending))
+        for offer in sorted(devices[pending.key], key=lambda offer: (offer not in published, str(offer))):
+            device, others = fleet.device(offer), taken.setdefault(offer.gpu, [])
+            if count and device is not None and not any(overlap(device, other) for other in others):
+                others.append(device)
+                chosen.setdefault(pending.key, []).append(offer)
+                count -= 1
+    return chosen
 
 
 def _has_room(queue: Queue, pod: Pod) -> bool:

@@ -12,7 +12,7 @@ from controller.curation.counters_planner import CountersPlanner
 from controller.curation.disjoint_planner import DisjointPlanner
 from controller.curation.listed_devices import ListedDevices
 from controller.curation.planner import OfferPlanner, PlannedOffers
-from controller.curation.reservation import devices_for, without
+from controller.curation.reservation import apart, devices_for, without
 from controller.decision.read import DecisionInput, NodeStates
 from controller.demand.feasibility import Feasibility
 from controller.demand.pending_claims import Queue
@@ -132,15 +132,14 @@ class ChooseStage:
         announced = {offer for offer in devices.unpublished(plans) if gpus[offer.gpu].node not in refusing}
         entries, queue = [entry for entry in tuple(self._fenced.devices) if RESERVED in entry.device], seen.queue
         reserved = _reserved_gpus(seen, entries) if entries else {}
-        self._is_reserved, kept = bool(reserved), set[Offer]()
-        if reserved and seen.mode is OfferMode.COUNTERS:
-            fleet, matching = without(queue.feasibility.fleet, reserved), queue.feasibility.matching
-            kept = {*devices_for(queue, reserved)}
-            queue = queue.with_feasibility(Feasibility(fleet, matching, is_hypothetical=True))
+        self._is_reserved, kept = bool(reserved), dict[str, list[Offer]]()
+        if reserved:
+            kept, present = devices_for(queue, reserved), queue.feasibility
+            kept = kept if seen.mode is OfferMode.COUNTERS else apart(queue, kept, devices.offered)
+            others = Feasibility(without(present.fleet, reserved), present.matching, is_hypothetical=True)
+            queue = queue.with_feasibility(others)
         planned = self._planner.plan(queue, devices, announced)
-        if kept:
-            requested = planned.requested.union(offer.spot.kind for offer in kept)
-            planned = replace(planned, offers=(*planned.offers, *sorted(kept, key=str)), requested=requested)
+        planned = planned.including(kept) if kept else planned
         nominated = self._nominated.update(seen.queue, devices.offered)
         listed: Collection[Offer] = ()
         if seen.mode is OfferMode.COUNTERS:  # listed devices would keep disjoint offers that overlap them waiting

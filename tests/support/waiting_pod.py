@@ -55,9 +55,9 @@ def pods(cluster: Cluster, app: str) -> list[dict[str, Any]]:
 
 
 def is_refused(cluster: Cluster, pod: str = "train") -> bool:
-    """Whether the scheduler has found no node for it, or no place that it may have."""
+    """Whether the scheduler has found no node for it, or the API server has refused what it has chosen."""
     conditions = cluster.api.get(f"{CORE}/pods/{pod}")["status"].get("conditions", [])
-    return any(condition["reason"] == "Unschedulable" for condition in conditions)
+    return any(condition["reason"] in ("Unschedulable", "SchedulerError") for condition in conditions)
 
 
 def fenced(cluster: Cluster) -> str:

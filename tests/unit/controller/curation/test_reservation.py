@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterable
+from itertools import chain
 
 import pytest
 
 from controller.curation.counters_planner import CountersPlanner
 from controller.curation.disjoint_planner import DisjointPlanner
-from controller.curation.reservation import WAIT_SECONDS, Reservations, devices_for, without
+from controller.curation.reservation import WAIT_SECONDS, Reservations, apart, devices_for, without
 from controller.explain.pipeline import reason_with_disjoint_offers
 from controller.explain.situation import DisjointPlan
+from driver.model.offer import DeviceKind, Offer, OfferKind, Spot
 from driver.placement.ranking import Ranking
 from tests.support.queues import FULL, Situation, fleet_gpu, profile, request
 
@@ -88,9 +90,27 @@ def test_of_a_gpu_that_is_reserved_for_a_pod_only_what_it_may_have_is_offered(
     selector: str, uid: str, offered: set[str]
 ) -> None:
     queue = Situation([BUSY, BUSIER]).wants(request(selector=selector)).queue
-    assert {str(offer) for offer in devices_for(queue, {"a/0": {uid}})} == offered
+    devices = devices_for(queue, {"a/0": {uid}})
+    assert {str(offer) for offer in chain(*devices.values())} == offered
     others = CountersPlanner().curate(without(queue.feasibility.fleet, {"a/0"}))
     assert {offer.gpu for offer in others} == {"a/1"}
+
+
+def test_disjoint_offers_of_reserved_gpus_do_not_overlap_and_are_as_many_as_the_claims_ask_for() -> None:
+    """What is published already comes first."""
+    queue = Situation([BUSY]).wants(request(selector=profile("1g.10gb"), count=2)).queue
+    devices = devices_for(queue, {"a/0": {"claim"}})
+    published = Offer("a/0", Spot(OfferKind(DeviceKind.PARTITION, "1g.10gb"), 6))
+    assert [str(offer) for offer in apart(queue, devices, {published})["default/claim"]] == [
+        "a/0/1g.10gb@6",
+        "a/0/1g.10gb@1",
+    ]
+    both = (
+        Situation([BUSY.unheld]).wants(request(selector=FULL), name="x").wants(request(selector=FULL), name="y").queue
+    )
+    devices = devices_for(both, {"a/0": {"x", "y"}})
+    assert {key: len(of) for key, of in devices.items()} == {"default/x": 1, "default/y": 1}
+    assert apart(both, devices, ()).keys() == {"default/x"}
 
 
 def test_a_claim_of_very_many_pods_costs_little_memory() -> None:
@@ -101,8 +121,8 @@ def test_a_claim_of_very_many_pods_costs_little_memory() -> None:
         there.pod(f"pod-{number}", "claim")
     queue = there.queue
     tracemalloc.start()
-    offers = list(devices_for(queue, {"a/0": {"another"}}))
+    offers = devices_for(queue, {"a/0": {"another"}})
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert offers == []
+    assert offers == {}
     assert most < 1_000_000
