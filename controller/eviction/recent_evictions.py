@@ -96,18 +96,21 @@ class RecentEvictions:
     def limit(self, victims: Collection[tuple[Pod, GpuPolicy]], moves: Collection[object] = ()) -> str | None:
         """Why the policies of these pods do not let them be evicted now: quiet hours, a budget; None: they do.
 
-        With ``moves``, to where they can have their devices, the limit of repacking counts, too.
+        With ``moves``, to where they can have their devices, the limit of repacking counts, too. An eviction of one of
+        them that is in the record was not sent.
         """
+        uids = {pod.metadata.uid for pod, _ in victims}
         for policy in {policy.metadata.name: policy for _, policy in victims}.values():
             name, budget = policy.metadata.name, policy.spec.budget
             ends = [end for hours in policy.spec.quiet_hours if (end := hours.end_of(self._clock.now())) is not None]
             if ends:
                 return f"policy {name} has quiet hours until {max(ends):%a %H:%M} ({max(ends).tzinfo})"
-            lost = Counter(past.owner.partition("/")[0] for past in self._counting() if past.policy == name)
+            counting = [past for past in self._counting() if past.policy == name and past.pod not in uids]
+            lost = Counter(past.owner.partition("/")[0] for past in counting)
             more = Counter(pod.metadata.namespace for pod, decides in victims if decides.metadata.name == name)
             limits = [(f" of namespace {key}", lost[key], more[key], budget.per_namespace) for key in sorted(more)]
             if moves:
-                moved = sum((past.policy, past.trigger) == (name, MOVED) for past in self._counting())
+                moved = sum(past.trigger == MOVED for past in counting)
                 limits.append((" moved", moved, more.total(), policy.spec.repack.max_per_hour))
             for whose, used, count, most in [("", lost.total(), more.total(), budget.pods_per_hour), *limits]:
                 if most is not None and used + count > most:

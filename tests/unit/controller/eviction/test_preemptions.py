@@ -705,6 +705,16 @@ def test_all_victims_of_a_budget_are_evicted_or_none(site: Site, spare: int, evi
     assert site.reserved.kept.keys() == (gpus if evicted else set())
 
 
+def test_a_victim_that_was_recorded_and_not_evicted_before_the_leader_was_killed_counts_once(site: Site) -> None:
+    site.reserved.kept = {GPU: frozenset({"claim"})}
+    recent = RecentEvictions(site.api.server.client(), "tessera")
+    recent.refresh()
+    [notebook] = [pod for pod in site.contest.there.pods if pod.metadata.name == "notebook"]
+    recent.add(notebook, "default/owner", "preemption", policy="notebooks")
+    site.turn(policy("notebooks", **ACTIVE, budget={"podsPerHour": 1}))
+    assert site.api.evicted == ["notebook"]
+
+
 @pytest.mark.parametrize("decides", ["notebooks", "others"])
 def test_a_victim_counts_against_the_budget_of_its_own_policy(site: Site, decides: str) -> None:
     site.turn(policy("notebooks", **ACTIVE, budget={"podsPerHour": 1}))
