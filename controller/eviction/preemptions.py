@@ -134,7 +134,7 @@ class Preemptions:
         present, holders = queue.feasibility, queue.holders
         gpus = (gpu for gpu in present.fleet if is_seen(self._device_of(gpu)))
         fleet = Fleet.of(without_claims(gpu, holders, gone) if gone else gpu for gpu in gpus)
-        return queue.with_feasibility(Feasibility(fleet, present.matching, is_hypothetical=True))
+        return queue.with_feasibility(Feasibility(fleet, present.matching, is_hypothetical=True), gone)
 
     def _end_reservations(self, queue: Queue) -> None:
         """Enter next pods of owners; lift reservations of which nothing waits, and those that have lasted too long."""

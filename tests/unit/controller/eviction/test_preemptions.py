@@ -30,6 +30,7 @@ from tests.support.preemption import EVERYBODY, OWNER, WAITING, Contest, policy
 from tests.support.queues import DRIVER, FULL, fleet_gpu, node_of, profile, request
 from tests.support.recording import recording
 from tests.support.running import eventually
+from tests.support.shared_gpus import memory, shared_gpu
 
 REFUSED = {
     "phase": "Pending",
@@ -524,6 +525,18 @@ def test_a_new_leader_evicts_no_pod_in_place_of_a_victim_that_has_been_evicted(s
     site.reserved.kept = {GPU: frozenset({"claim"})}
     site.turn(policy("notebooks", **ACTIVE))
     assert (site.api.evicted, list(site.reserved.kept)) == ([], [GPU])
+
+
+def test_a_new_leader_knows_whose_memory_of_a_shared_gpu_remains_while_a_victim_is_ending(site: Site) -> None:
+    """Evicting the one that has 20 GiB would not be enough."""
+    site.contest = contest = Contest([shared_gpu("a", 0, 10, 20, 40)])
+    contest.runs("ending", "a", "gpu-0-shared", metadata={"deletionTimestamp": "2026-11-21T01:00:00Z"})
+    contest.runs("small", "a", "gpu-0-shared")
+    contest.runs("large", "a", "gpu-0-shared")
+    contest.there.wants(memory("45Gi"), priority=10, status=REFUSED)
+    site.reserved.kept = {GPU: frozenset({"claim"})}
+    site.turn(policy("notebooks", **ACTIVE))
+    assert site.api.evicted == ["large"]
 
 
 def test_a_new_leader_goes_on_for_the_pod_with_all_of_the_claims(site: Site) -> None:
