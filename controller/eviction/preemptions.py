@@ -242,18 +242,22 @@ class Preemptions:
         self, policies: Sequence[GpuPolicy], queue: Queue, reserved: Mapping[PoolDevice, frozenset[str]]
     ) -> bool:
         """Evict what holds GPUs that are reserved, if not all victims have been evicted: an earlier leader was killed,
-        or one of them ended by itself. Those that are ending, for however long, make room. Returns whether there were
-        evictions."""
+        or one of them ended by itself. Those that are ending, for however long, make room. Moves end with their leader.
+        Returns whether there were evictions."""
         begun = set(reserved.values()) - self._evicted.keys() - self._places.keys()
         pods = {uids: pod for pod in queue.pods if begun and (uids := _reserved_uids(queue, pod)) in begun}
         if not pods:
             return False
         self._evictor.recent.refresh()
+        evictions = self._evictor.recent.record.evictions
+        moving = {past.contender for past in evictions if past.trigger == Trigger.REPACK}
         running, by_policy = read_running(self._client), GpuPolicies(policies)
         held = {claim for claims in queue.holders.values() for claim in claims}
         uses = {claim: [pod.metadata.deletion_timestamp for pod in running.consumers(claim)] for claim in held}
         ending = frozenset(claim for claim, deletions in uses.items() if all(deletions))
         for uids, pod in pods.items():
+            if str(pod.metadata.key) in moving:
+                continue
             gpus = {gpu_of(entry) for entry, of in reserved.items() if of == uids}
             seen = self._limited(queue, gpus.__contains__, ending)
             search = PreemptionSearch(seen, pod, running, by_policy, self._client.clock)
