@@ -335,7 +335,9 @@ class Preemptions:
                 cause["gpu_hours"] = hours[str(victim.metadata.key)]
                 trigger = chosen.trigger(victim)
                 if not (self._still_waits(chosen.pod) and self._evictor.evict(victim, trigger, **cause)):
-                    return True  # the next turn finds out what has to be evicted besides
+                    if chosen.moves and not is_reserved:
+                        self._lift(uids)
+                    return True  # the next turn finds out what has to be evicted or moved
                 self._places |= dict.fromkeys(place, chosen)
                 self._recorder.event(pod_reference(victim), EVICTED_FOR[trigger], chosen.for_victim(victim), "Warning")
         except ApiError as error:

@@ -357,6 +357,16 @@ def test_a_new_leader_evicts_no_pod_that_was_to_be_moved(site: Scattered) -> Non
     assert (site.api.evicted, site.reserved.kept) == (["one"], {GPU: frozenset({"claim"})})
 
 
+def test_pods_are_moved_and_not_taken_from_also_after_the_first_one_could_not_be_evicted(site: Scattered) -> None:
+    """It changed meanwhile."""
+    both = policy("notebooks", **ACTIVE, **EVERYBODY)
+    site.api.protected_later = {"one": 409}
+    site.turn(both)
+    site.api.protected_later = {}
+    site.turn(both)
+    assert (site.api.evicted, [trigger for _, trigger, *_ in site.recorded()]) == (["one"], ["repack"])
+
+
 def test_a_device_of_the_pod_that_need_not_move_is_part_of_its_place(site: Scattered) -> None:
     """Reserved for the waiting pod it would keep the next pod from starting."""
     others = [f"{SMALL}-1", "mig-2g20gb-2", "mig-3g40gb-4"]
