@@ -90,7 +90,7 @@ def devices_for(queue: Queue, reserved: Mapping[str, Collection[str]]) -> dict[s
         for uid in uids:
             gpus_of.setdefault(uid, []).append(feasibility.fleet.gpus[uuid])
     for pending in queue.pending:
-        uids = gpus_of.keys() & {pending.uid, *(pod.metadata.uid for pod in pending.pods)}
+        uids = gpus_of.keys() & pending.uids
         selectors = {request.selector for request in queue.requests(pending)} if uids else set[Selector]()
         for gpu in (gpu for uid in uids for gpu in gpus_of[uid] if selectors):
             by_kind = (feasibility.kinds(selector, frozenset({gpu.node})) for selector in selectors)

@@ -109,6 +109,11 @@ class PendingClaim:
         """That of the claim; of the pod that has none yet."""
         return self.pods[0].metadata.uid if self.not_created else self.claim.metadata.uid
 
+    @property
+    def uids(self) -> frozenset[str]:
+        """Of the claim and its pods: devices that are reserved for one of them are for this claim."""
+        return frozenset((self.uid, *(pod.metadata.uid for pod in self.pods)))
+
 
 def described(pending: PendingClaim) -> str:
     """``claim NAME``, or the extended resources for which its claim will be created."""

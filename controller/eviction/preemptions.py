@@ -20,7 +20,7 @@ from random import sample
 from controller.cluster.claim_index import PoolDevice, gpu_of
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.feasibility import Feasibility
-from controller.demand.pending_claims import PendingClaim, Queue, without_claims
+from controller.demand.pending_claims import Queue, without_claims
 from controller.eviction.evictor import Evictor, Outcome, Trigger, pod_reference
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, parse_policy, policy_reference, read_policies
 from controller.eviction.preemption import HAS_ENDED, PreemptionSearch
@@ -47,8 +47,9 @@ INTERVAL_SECONDS, REST_FACTOR = 10.0, 5.0
 RESERVED_INTERVAL_SECONDS = 0.25
 """Between two turns while there is a reservation."""
 
-WAKE_INTERVAL_SECONDS, WAKE_SECONDS_PER_POD = 0.25, 0.00125
-"""Between two times that parked pods are woken: each costs the scheduler an attempt for every pod that waits."""
+WAKE_INTERVAL_SECONDS, MAX_WAKE_SECONDS, WAKE_SECONDS_PER_POD = 0.25, 4.0, 0.00125
+"""Between two times that a pod is tried again, twice as long each time; or that all parked ones are, which costs the
+scheduler an attempt for every pod that waits."""
 
 MAX_WOKEN = 8
 """Pods of one claim that are woken at once, by several requests each: tenants choose how many pods share a claim."""
@@ -96,7 +97,8 @@ class Preemptions:
         """By the UIDs for which GPUs are reserved, the pods that were evicted."""
         self._places: dict[frozenset[str], ChosenVictims] = {}
         """By a hash of the owner for whose next pod GPUs are reserved, the pod that was moved."""
-        self._look_at = self._wake_at = 0.0
+        self._look_at = self._wake_at = self._wake_seconds = 0.0
+        self._woken = set[str]()
         self.loop = Loop("evicting pods for others", self.turn, 0.0)
 
     def turn(self) -> float:
@@ -142,7 +144,7 @@ class Preemptions:
             if pods := next_pods(last, queue.pods):
                 self._reservations.hand_over(owner, pods[0].metadata.uid)
                 self._evicted[frozenset({pods[0].metadata.uid})] = last._replace(pod=pods[0], victims=[], moves=())
-        waiting = frozenset[str]().union(*map(_uids_of, queue.pending), *self._places)
+        waiting = frozenset[str]().union(*(item.uids for item in queue.pending), *self._places)
         reservations = self._reservations.reservations()
         ended = [uids for uids in set(reservations.values()) if not uids & waiting and not self._is_tried_again(uids)]
         self._reservations.lift([entry for entry, uids in reservations.items() if uids in ended])
@@ -156,17 +158,20 @@ class Preemptions:
         """If devices are free for these pods, or pods with these claims: the scheduler may have tried them while it
         wanted to give these to another pod, which the fence then refused. Of many pods that share a claim some are
         tried, by chance: once one of them has the devices, the scheduler tries the others by itself."""
-        items = [item for item in queue.pending if uids & _uids_of(item)]
+        items = [item for item in queue.pending if uids & item.uids]
         pods = {pod.metadata.uid: pod for item in items for pod in sample(item.pods, min(MAX_WOKEN, len(item.pods)))}
         needs = ((pod, needed) for pod in pods.values() for needed in queue.combinations(pod))
         able = {pod.metadata.uid for pod, needed in needs if queue.feasibility.may_fit(needed, queue.nodes_for(pod))}
         waiting = [pods[uid] for uid in able if self._still_waits(pods[uid])]
+        is_first = not able <= self._woken
+        self._woken = able
         if waiting:
-            seconds = WAKE_INTERVAL_SECONDS
+            seconds = WAKE_INTERVAL_SECONDS if is_first else min(2 * self._wake_seconds, MAX_WAKE_SECONDS)
+            self._wake_seconds = seconds
             if False in [try_again(self._client, pod) for pod in waiting]:
                 self._reservations.wake_parked_pods()
                 # The scheduler tries them in the order of their last attempts; each time some at the front are refused.
-                seconds = max(seconds, WAKE_SECONDS_PER_POD * len(queue.pods))
+                seconds = max(WAKE_INTERVAL_SECONDS, WAKE_SECONDS_PER_POD * len(queue.pods))
             self._wake_at = time.monotonic() + seconds
 
     def _is_tried_again(self, uids: frozenset[str]) -> bool:
@@ -195,7 +200,7 @@ class Preemptions:
         enabled = [policy.spec.preemption for policy in policies if policy.spec.preemption.enabled]
         namespaces = {name for rules in enabled for name in rules.by_namespaces}
         reclaims = any(policy.spec.reclaim is not None for policy in policies)
-        served |= {pod.metadata.uid for item in queue.pending if served & _uids_of(item) for pod in item.pods}
+        served |= {pod.metadata.uid for item in queue.pending if served & item.uids for pod in item.pods}
         lacking = [pod for pod in queue.pods if pod.lacks_devices and pod.metadata.uid not in served]
         waiting = [pod for pod in lacking if reclaims or pod.metadata.namespace in namespaces]
         moves = any(policy.spec.repack.movable for policy in policies)
@@ -386,11 +391,6 @@ class Preemptions:
         for policy in chosen.policies:
             level: Type = "Warning" if obstacle else "Normal"
             self._recorder.event(policy.reference, reason, text, level, series, lasting=True)
-
-
-def _uids_of(pending: PendingClaim) -> frozenset[str]:
-    """UIDs for one of which devices that are meant for ``pending`` are reserved."""
-    return frozenset((pending.uid, *(pod.metadata.uid for pod in pending.pods)))
 
 
 def _reserved_uids(queue: Queue, pod: Pod) -> frozenset[str]:

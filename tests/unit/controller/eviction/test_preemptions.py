@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -439,6 +440,14 @@ def test_the_scheduler_tries_the_waiting_pod_alone_again_once_its_devices_are_fr
     claim = {"name": "claim", "resourceClaimName": "claim"}
     assert freed.entered == [("pod-of-claim", []), ("pod-of-claim", [claim])]
     assert freed.site.reserved.woken == 0, "no other pod is tried"
+
+
+def test_a_pod_that_goes_on_waiting_is_tried_less_and_less_often(freed: Freed) -> None:
+    """After 0.25, 0.5 and 1 s: what keeps it may last."""
+    ends = time.monotonic() + 1.5
+    while time.monotonic() < ends:
+        freed.turn()
+    assert len(freed.entered) in (2 * 2, 2 * 3)
 
 
 @pytest.mark.parametrize("meanwhile", [{"nodeName": "a"}, None], ids=["bound", "deleted"])
