@@ -228,8 +228,9 @@ def test_a_selector_on_an_attribute_gets_a_device_that_has_it(
 
 def test_every_documented_attribute_and_capacity_is_selected_by() -> None:
     rows = re.findall(r"^\| `([^`]+)` \|", DOCS.read_text(), re.MULTILINE)
-    # Nodes without --shares and --shared have none; test_classes.py and test_shared_gpus.py select by them.
-    assert {wish.attribute for wish in WISHES} | {"shares", "memoryLimit"} == set(rows)
+    # Nodes without --shares and --shared have none; test_classes.py and test_shared_gpus.py select by them. Claims
+    # consume clients without asking for them (test_conformance_allocator.py).
+    assert {wish.attribute for wish in WISHES} | {"shares", "memoryLimit", "clients"} == set(rows)
 
 
 def test_hbm_only_is_refused_where_there_is_none(scheduling: Scheduling) -> None:

@@ -519,8 +519,10 @@ def test_no_example_is_blocked_by_another_when_the_folder_is_applied(
     wait_for(lambda: not cluster.api.get(CLAIMS)["items"], SCHEDULED_S, "the pods' claims gone")
 
 
-def test_the_examples_tried_here_are_all_there_are() -> None:
+def test_the_examples_tried_here_are_all_there_are_but_that_of_a_checkpoint() -> None:
+    """``test_checkpoint.py`` tries that."""
     assert {file.stem for file in EXAMPLES.glob("*.yaml")} == DEVICES.keys() | {
+        "checkpoint",
         "extended-resource",
         "monitor",
         "shared",
