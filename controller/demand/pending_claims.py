@@ -151,12 +151,9 @@ class Queue:
         groups = cluster.pod_groups
         self.gangs = gangs_of(cluster.pods, self._claims_of_pod.keys(), groups) if groups else []
 
-    def with_feasibility(self, feasibility: Feasibility, gone: frozenset[str] = frozenset()) -> Queue:
-        """The same claims, judged by another ``feasibility``, where the claims ``gone`` hold nothing."""
+    def with_feasibility(self, feasibility: Feasibility) -> Queue:
+        """The same claims, judged by another ``feasibility``."""
         queue = copy(self)
-        if gone:
-            holders = self.holders.items()
-            queue.holders = {device: tuple(name for name in names if name not in gone) for device, names in holders}
         queue.feasibility = feasibility
         for cached in ("gangs_without_room", "_gang_room"):
             vars(queue).pop(cached, None)

@@ -271,12 +271,13 @@ class Evictor:
         options |= {"dryRun": ["All"]} if is_rehearsal else {}
         body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": about, "deleteOptions": options}
         if not is_rehearsal:
-            present = find_pod(self._client, metadata.key)
-            if present is None or present.metadata.uid != metadata.uid or present.metadata.deletion_timestamp:
-                return False
             owner = pod.controller
             key = _owner_key(metadata.namespace, owner) if owner is not None else ""
             self.recent.add(pod, key, trigger or "drain", **cause)
+            present = find_pod(self._client, metadata.key)
+            if present is None or present.metadata.uid != metadata.uid or present.metadata.deletion_timestamp:
+                self.recent.discard(pod)
+                return False
         try:
             self._client.create(f"{_path(metadata.namespace, metadata.name)}/eviction", body)
         except ApiError as error:

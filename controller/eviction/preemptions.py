@@ -20,7 +20,7 @@ from random import sample
 from controller.cluster.claim_index import PoolDevice, gpu_of
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.feasibility import Feasibility
-from controller.demand.pending_claims import Queue, without_claims
+from controller.demand.pending_claims import Queue
 from controller.eviction.evictor import Evictor, Outcome, Trigger, pod_reference
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, parse_policy, policy_reference, read_policies
 from controller.eviction.preemption import HAS_ENDED, PreemptionSearch
@@ -118,7 +118,6 @@ class Preemptions:
             policies, waiting = self._read_policies(), set(reserved.values()) - self._places.keys()
             if policies and (
                 self._move_next(policies, queue)
-                or self._go_on(policies, queue, reserved)
                 or (len(waiting) < MAX_RESERVATIONS and self._look(policies, self._without(queue, reserved), reserved))
             ):
                 return RESERVED_INTERVAL_SECONDS
@@ -127,16 +126,9 @@ class Preemptions:
 
     def _without(self, queue: Queue, reserved: Iterable[PoolDevice]) -> Queue:
         """``queue`` without the GPUs that are reserved: no other pod gets anything of them."""
-        gpus = set(map(gpu_of, reserved))
-        return self._limited(queue, lambda gpu: gpu not in gpus) if gpus else queue
-
-    def _limited(
-        self, queue: Queue, is_seen: Callable[[PoolDevice], bool], gone: frozenset[str] = frozenset()
-    ) -> Queue:
-        present, holders = queue.feasibility, queue.holders
-        gpus = (gpu for gpu in present.fleet if is_seen(self._device_of(gpu)))
-        fleet = Fleet.of(without_claims(gpu, holders, gone) if gone else gpu for gpu in gpus)
-        return queue.with_feasibility(Feasibility(fleet, present.matching, is_hypothetical=True), gone)
+        gpus, present = set(map(gpu_of, reserved)), queue.feasibility
+        fleet = Fleet.of(gpu for gpu in present.fleet if self._device_of(gpu) not in gpus) if gpus else present.fleet
+        return queue.with_feasibility(Feasibility(fleet, present.matching, is_hypothetical=True))
 
     def _end_reservations(self, queue: Queue) -> None:
         """Enter next pods of owners; lift reservations of which nothing waits, and those that have lasted too long."""
@@ -243,33 +235,6 @@ class Preemptions:
             return goes_on(last, preview.preemption, running) and self._serve(preview)
         return False
 
-    def _go_on(
-        self, policies: Sequence[GpuPolicy], queue: Queue, reserved: Mapping[PoolDevice, frozenset[str]]
-    ) -> bool:
-        """Evict what holds GPUs that are reserved, if not all victims have been evicted: an earlier leader was killed,
-        or one of them ended by itself. Those that are ending, for however long, make room. Moves end with their leader.
-        Returns whether there were evictions."""
-        begun = set(reserved.values()) - self._evicted.keys() - self._places.keys()
-        pods = {uids: pod for pod in queue.pods if begun and (uids := _reserved_uids(queue, pod)) in begun}
-        if not pods:
-            return False
-        self._evictor.recent.refresh()
-        evictions = self._evictor.recent.record.evictions
-        moving = {past.contender for past in evictions if past.trigger == Trigger.REPACK}
-        running, by_policy = read_running(self._client), GpuPolicies(policies)
-        held = {claim for claims in queue.holders.values() for claim in claims}
-        uses = {claim: [pod.metadata.deletion_timestamp for pod in running.consumers(claim)] for claim in held}
-        ending = frozenset(claim for claim, deletions in uses.items() if all(deletions))
-        for uids, pod in pods.items():
-            if str(pod.metadata.key) in moving:
-                continue
-            gpus = {gpu_of(entry) for entry, of in reserved.items() if of == uids}
-            seen = self._limited(queue, gpus.__contains__, ending)
-            search = PreemptionSearch(seen, pod, running, by_policy, self._client.clock)
-            if self._serve(preview_of(self._client, search, self._evictor)):
-                return True
-        return False
-
     def _serve(self, preview: Preview) -> bool:
         """Evict those that were found, or say that they would be. Returns whether there is a reservation."""
         if preview.preemption is None or preview.unexamined:
@@ -324,7 +289,7 @@ class Preemptions:
             return False
         grace = max(victim.spec.termination_grace_period_seconds for victim, _ in chosen.victims)
         seconds, place = grace + RESERVATION_SECONDS, place_of(chosen, queue.feasibility.fleet)
-        is_reserved = uids in self._reservations.reservations().values()
+        is_reserved = uids in self._evicted
         needed = place | ({} if is_reserved else {uids: gpus_of(chosen, queue)})
         if not all(self._reservations.reserve(map(self._device_of, needed[of]), of, seconds) for of in needed):
             self._tell_policies(chosen, BLOCKED, "the fence, which reserves their devices, is not in force or full")
@@ -339,12 +304,15 @@ class Preemptions:
                 cause = EvictionCause(policy=policy.metadata.name, contender=str(chosen.pod.metadata.key))
                 cause["gpu_hours"] = hours[str(victim.metadata.key)]
                 trigger = chosen.trigger(victim)
-                if not (self._still_waits(chosen.pod) and self._evictor.evict(victim, trigger, **cause)):
-                    if chosen.moves and not is_reserved:
-                        self._lift(uids)
-                    return True  # the next turn finds out what has to be evicted or moved
-                self._places |= dict.fromkeys(place, chosen)
-                self._recorder.event(pod_reference(victim), EVICTED_FOR[trigger], chosen.for_victim(victim), "Warning")
+                if not self._still_waits(chosen.pod):
+                    break
+                if self._evictor.evict(victim, trigger, **cause):
+                    self._places |= dict.fromkeys(place, chosen)
+                    text = chosen.for_victim(victim)
+                    self._recorder.event(pod_reference(victim), EVICTED_FOR[trigger], text, "Warning")
+                elif chosen.moves and not is_reserved:
+                    self._lift(uids)
+                    return True
         except ApiError as error:
             log.warning("evictions end early", extra={"pod": str(chosen.pod.metadata.key), "error": str(error)})
             self._tell_policies(chosen, BLOCKED, f"an eviction failed: {error}")

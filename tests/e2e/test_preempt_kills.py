@@ -132,7 +132,6 @@ def test_a_controller_that_is_killed_leaves_a_preemption_that_the_next_one_ends(
     assert (bool(deadlines), contest.evictions()) == (is_reserved, evictions)
     contest.next()
     contest.ends_well(contender)
-    assert not deadlines or time.time() < min(deadlines), "the next leader goes on with the set that was begun"
 
 
 STOPS = {

@@ -26,12 +26,10 @@ from driver.kube.events import Recorder
 from driver.kube.types import ExtendedClaimStatus, Metadata, Pod
 from tests.support.api_server import Object
 from tests.support.evictions import ClusterApi
-from tests.support.gpus import H100
 from tests.support.preemption import EVERYBODY, OWNER, WAITING, Contest, policy
-from tests.support.queues import DRIVER, FULL, fleet_gpu, node_of, profile, request
+from tests.support.queues import DRIVER, FULL, node_of, request
 from tests.support.recording import recording
 from tests.support.running import eventually
-from tests.support.shared_gpus import memory, shared_gpu
 
 REFUSED = {
     "phase": "Pending",
@@ -498,78 +496,10 @@ def test_a_reservation_outlasts_a_decision_made_while_the_status_of_the_pod_name
     assert freed.site.reserved.kept
 
 
-@pytest.mark.parametrize(
-    ("running", "evicted"),
-    [
-        pytest.param(["a", "b"], ["a", "b"], id="none has been evicted"),
-        pytest.param(["b"], ["b"], id="one has been evicted and has ended"),
-        pytest.param([], [], id="all have been evicted"),
-    ],
-)
-def test_a_new_leader_goes_on_with_the_set_that_the_previous_one_has_begun(
-    site: Site, running: list[str], evicted: list[str]
-) -> None:
-    """Though the pod on the GPU that is not reserved would cost less."""
-    present = [*running, "c"]
-    held = [("full",) if name in present else () for name in "abc"]
-    site.contest = contest = Contest([fleet_gpu("a", number, H100, *held[number]) for number in range(3)])
-    for name in present:
-        contest.runs(name, "a", f"gpu-{'abc'.index(name)}", priority=0 if name == "c" else 1)
-    contest.search(selector=FULL, count=2, status=REFUSED)
-    site.reserved.kept = {PoolDevice(GPU.pool, f"gpu-{number}"): frozenset({"claim"}) for number in (0, 1)}
-    site.turn(policy("notebooks", **ACTIVE))
-    assert site.api.evicted == evicted
-    site.turn()
-    assert site.api.evicted == evicted, "no second set"
-
-
-@pytest.mark.parametrize("is_gone", [False, True], ids=["it is ending slowly", "its claim is not deallocated yet"])
-def test_a_new_leader_evicts_no_pod_in_place_of_a_victim_that_has_been_evicted(site: Site, is_gone: bool) -> None:
-    site.contest = contest = Contest([fleet_gpu("a", 0, H100, "mig-4g40gb-0", "mig-3g40gb-4")])
-    ending = {"deletionTimestamp": "2026-11-21T01:00:00Z"}
-    contest.runs("victim", "a", "gpu-0-mig-3g40gb-4", metadata=ending)
-    contest.runs("other", "a", "gpu-0-mig-4g40gb-0")
-    contest.search(selector=profile("3g.40gb"), status=REFUSED)
-    contest.there.pods[:1] = [] if is_gone else contest.there.pods[:1]
+def test_a_new_leader_evicts_no_pod_while_there_is_a_reservation_of_the_previous_one(site: Site) -> None:
     site.reserved.kept = {GPU: frozenset({"claim"})}
     site.turn(policy("notebooks", **ACTIVE))
-    assert (site.api.evicted, list(site.reserved.kept)) == ([], [GPU])
-
-
-def test_a_new_leader_knows_whose_memory_of_a_shared_gpu_remains_while_a_victim_is_ending(site: Site) -> None:
-    """Evicting the one that has 20 GiB would not be enough."""
-    site.contest = contest = Contest([shared_gpu("a", 0, 10, 20, 40)])
-    contest.runs("ending", "a", "gpu-0-shared", metadata={"deletionTimestamp": "2026-11-21T01:00:00Z"})
-    contest.runs("small", "a", "gpu-0-shared")
-    contest.runs("large", "a", "gpu-0-shared")
-    contest.there.wants(memory("45Gi"), priority=10, status=REFUSED)
-    site.reserved.kept = {GPU: frozenset({"claim"})}
-    site.turn(policy("notebooks", **ACTIVE))
-    assert site.api.evicted == ["large"]
-
-
-def test_a_new_leader_goes_on_for_the_pod_with_all_of_the_claims(site: Site) -> None:
-    """Though another pod shares one of them."""
-    site.contest = contest = Contest(node_of("a", "full", gpus=2))
-    for number in (0, 1):
-        contest.runs(f"victim-{number}", "a", f"gpu-{number}")
-    there, both = contest.there, [contest.there.claim(name, request(selector=FULL)) for name in ("claim", "shared")]
-    there.pod("other", "shared", priority=10, status=REFUSED)
-    there.pod(WAITING, *both, priority=10, status=REFUSED)
-    kept = {PoolDevice(GPU.pool, f"gpu-{number}"): frozenset(both) for number in (0, 1)}
-    site.reserved.kept = dict(kept)
-    site.turn(policy("notebooks", **ACTIVE))
-    assert (site.api.evicted, site.reserved.kept) == (["victim-0", "victim-1"], kept)
-
-
-def test_a_new_leader_evicts_the_other_victims_while_the_first_one_is_ending(site: Site) -> None:
-    site.contest = contest = Contest(node_of("a", "full", gpus=2))
-    contest.runs("first", "a", "gpu-0", metadata={"deletionTimestamp": "2026-11-21T01:00:00Z"})
-    contest.runs("second", "a", "gpu-1")
-    contest.search(selector=FULL, count=2, status=REFUSED)
-    site.reserved.kept = {PoolDevice(GPU.pool, f"gpu-{number}"): frozenset({"claim"}) for number in (0, 1)}
-    site.turn(policy("notebooks", **ACTIVE))
-    assert site.api.evicted == ["second"]
+    assert site.api.evicted == []
 
 
 @pytest.mark.parametrize("end", ["the claim does not wait any more", "it lasts too long"])
@@ -725,16 +655,6 @@ def test_all_victims_of_a_budget_are_evicted_or_none(site: Site, spare: int, evi
     assert site.api.evicted == evicted
     gpus = {PoolDevice(f"a-{DRIVER}", f"gpu-{number}") for number in range(2)}
     assert site.reserved.kept.keys() == (gpus if evicted else set())
-
-
-def test_a_victim_that_was_recorded_and_not_evicted_before_the_leader_was_killed_counts_once(site: Site) -> None:
-    site.reserved.kept = {GPU: frozenset({"claim"})}
-    recent = RecentEvictions(site.api.server.client(), "tessera")
-    recent.refresh()
-    [notebook] = [pod for pod in site.contest.there.pods if pod.metadata.name == "notebook"]
-    recent.add(notebook, "default/owner", "preemption", policy="notebooks")
-    site.turn(policy("notebooks", **ACTIVE, budget={"podsPerHour": 1}))
-    assert site.api.evicted == ["notebook"]
 
 
 @pytest.mark.parametrize("decides", ["notebooks", "others"])

@@ -345,18 +345,6 @@ def test_a_new_leader_does_not_keep_places_of_moves_that_it_does_not_go_on_with(
     assert site.reserved.kept == {GPU: frozenset({"claim"})}
 
 
-def test_a_new_leader_evicts_no_pod_that_was_to_be_moved(site: Scattered) -> None:
-    """Though a policy would let the waiting pod take its devices, without a place elsewhere."""
-    both = policy("notebooks", **ACTIVE, **EVERYBODY)
-    site.turn(both)
-    reserved, site.registry = site.reserved.kept, CollectorRegistry()
-    site.ends("one", start=4)
-    site.begin_term()
-    site.reserved.kept = reserved
-    site.turn(both)
-    assert (site.api.evicted, site.reserved.kept) == (["one"], {GPU: frozenset({"claim"})})
-
-
 def test_pods_are_moved_and_not_taken_from_also_after_the_first_one_could_not_be_evicted(site: Scattered) -> None:
     """It changed meanwhile."""
     both = policy("notebooks", **ACTIVE, **EVERYBODY)
