@@ -29,9 +29,8 @@ from driver.placement.ranking import Ranking
 NOMINATED_SECONDS = 600.0
 """Longest time for which a nominated node protects offers: the scheduler gives up binding volumes after that."""
 
-
 RESERVED_INTERVAL_SECONDS = 1.0
-"""Between two decisions while GPUs are reserved: the end of that is no change that a watch tells."""
+"""Between two decisions while GPUs are reserved: no watch reports the end of a reservation."""
 
 
 class WaitsFor(Enum):

@@ -346,7 +346,7 @@ def pending_claims(claims: Iterable[Claim], classes: Iterable[DeviceClass], pods
         if len(names) < len(pod.spec.resource_claims):
             unnamed[pod.metadata.namespace, pod.metadata.uid] = pod
     for metadata in (claim.metadata for claim in claims if unnamed):
-        owner = next((owner for owner in metadata.owner_references if owner.controller), None)
+        owner = metadata.controller
         if owner is not None and metadata.key not in users and (metadata.namespace, owner.uid) in unnamed:
             users[metadata.key] = [unnamed[metadata.namespace, owner.uid]]
     created = [

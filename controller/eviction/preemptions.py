@@ -282,7 +282,8 @@ class Preemptions:
 
         Returns whether there is a reservation.
         """
-        obstacle, uids = self._obstacle(chosen), _reserved_uids(queue, chosen.pod)
+        obstacle, uids = self._obstacle(chosen), frozenset(pending.uid for pending in queue.of_pod(chosen.pod))
+        uids = uids if len(uids) <= MAX_RESERVED_CLAIMS else frozenset({chosen.pod.metadata.uid})
         if obstacle is not None:
             self._tell_policies(chosen, BLOCKED, obstacle)
             self._lift(uids)
@@ -359,9 +360,3 @@ class Preemptions:
         for policy in chosen.policies:
             level: Type = "Warning" if obstacle else "Normal"
             self._recorder.event(policy.reference, reason, text, level, series, lasting=True)
-
-
-def _reserved_uids(queue: Queue, pod: Pod) -> frozenset[str]:
-    """UIDs for which devices that are meant for ``pod`` are reserved."""
-    uids = frozenset(pending.uid for pending in queue.of_pod(pod))
-    return uids if len(uids) <= MAX_RESERVED_CLAIMS else frozenset({pod.metadata.uid})

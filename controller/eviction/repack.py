@@ -82,7 +82,7 @@ def gpus_of(chosen: ChosenVictims, queue: Queue) -> list[FleetGpu]:
 
 def place_of(chosen: ChosenVictims, fleet: Fleet) -> dict[frozenset[str], list[FleetGpu]]:
     """By a hash of the first victim's owner, the GPUs where its next pod can have the devices of that victim; empty if
-    nobody is moved. A tenant may write any UID of an owner: that of a claim, or a text that forges entries of the
+    no pod is moved. A tenant may write any UID of an owner: that of a claim, or a text that forges entries of the
     fence."""
     moved, units = chosen.victims[0][0], chosen.preemption.victims.units
     if not chosen.moves or moved.controller is None:

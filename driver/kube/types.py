@@ -100,6 +100,11 @@ class Metadata(ObjectMeta, frozen=True, rename="camel", omit_defaults=True):
     deletion_timestamp: str | None = None
     owner_references: tuple[OwnerReference, ...] = ()
 
+    @property
+    def controller(self) -> OwnerReference | None:
+        """The owner that manages the object; of a pod it creates another one afterwards, such as a Job."""
+        return next((owner for owner in self.owner_references if owner.controller), None)
+
 
 class Expression(Struct, frozen=True):
     """A NodeSelectorRequirement."""
@@ -475,7 +480,7 @@ class Pod(Struct, frozen=True):
     @property
     def controller(self) -> OwnerReference | None:
         """The owner, such as a Job or a ReplicaSet, that creates another pod after this one."""
-        return next((owner for owner in self.metadata.owner_references if owner.controller), None)
+        return self.metadata.controller
 
     @property
     def claims(self) -> tuple[Key, ...]:

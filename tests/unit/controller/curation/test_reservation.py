@@ -97,7 +97,7 @@ def test_of_a_gpu_that_is_reserved_for_a_pod_only_what_it_may_have_is_offered(
 
 
 def test_disjoint_offers_of_reserved_gpus_do_not_overlap_and_are_as_many_as_the_claims_ask_for() -> None:
-    """What is published already comes first."""
+    """Published ones come first."""
     queue = Situation([BUSY]).wants(request(selector=profile("1g.10gb"), count=2)).queue
     devices = devices_for(queue, {"a/0": {"claim"}})
     published = Offer("a/0", Spot(OfferKind(DeviceKind.PARTITION, "1g.10gb"), 6))

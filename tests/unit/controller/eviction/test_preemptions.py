@@ -666,3 +666,12 @@ def test_a_victim_counts_against_the_budget_of_its_own_policy(site: Site, decide
     limit = recent.limit([(victim, policy(decides, **ACTIVE, budget={"podsPerHour": 1}))])
     used = "the budget of policy notebooks is 1 pods an hour, of which 1 are used"
     assert limit == (used if decides == "notebooks" else None)
+
+
+def test_a_victim_that_was_recorded_and_not_evicted_before_the_leader_was_killed_counts_once(site: Site) -> None:
+    recent = RecentEvictions(site.api.server.client(), "tessera")
+    recent.refresh()
+    [notebook] = [pod for pod in site.contest.there.pods if pod.metadata.name == "notebook"]
+    recent.add(notebook, "default/owner", "preemption", policy="notebooks")
+    site.turn(policy("notebooks", **ACTIVE, budget={"podsPerHour": 1}))
+    assert site.api.evicted == ["notebook"]
