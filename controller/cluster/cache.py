@@ -298,10 +298,11 @@ def _published(found: ResourceSlice) -> PublishedSlice:
 
 
 def _kept_claim(found: Claim) -> Claim:
-    """A claim without reservations and labels."""
+    """A claim without reservations and labels; of one that waits the controller is kept, a pod that may not name it."""
     allocation = found.status.allocation
     status = ClaimStatus(None if allocation is None else _allocation(allocation))
-    return Claim(_metadata(found.metadata), _shared(ClaimSpec, found.spec), status)
+    kept = _metadata(found.metadata, with_controller=allocation is None)
+    return Claim(kept, _shared(ClaimSpec, found.spec), status)
 
 
 def _kept_template(found: ClaimTemplate) -> ClaimTemplate:
@@ -314,11 +315,9 @@ def _kept_pod(found: Pod) -> Pod | None:
     common = {"cpu", "memory", "ephemeral-storage", "pods"}
     if not found.spec.resource_claims and not found.spec.resource_names - common and found.pod_group is None:
         return None
-    controllers = tuple(owner for owner in found.metadata.owner_references if owner.controller)
     labels = {name: value for name, value in found.metadata.labels.items() if name == TEMPLATE_HASH}
-    kept = _metadata(found.metadata, labels)
-    metadata = msgspec.structs.replace(kept, owner_references=controllers, annotations=found.metadata.annotations)
-    return Pod(metadata, found.spec, found.status)
+    kept = _metadata(found.metadata, labels, with_controller=True)
+    return Pod(msgspec.structs.replace(kept, annotations=found.metadata.annotations), found.spec, found.status)
 
 
 def _kept_node(found: Node) -> Node:
@@ -355,7 +354,8 @@ def _without_version(plan: GpuNodePlan | None) -> object:
     return None if plan is None else (plan.spec, plan.status, plan.metadata.paused)
 
 
-def _metadata(found: Metadata, labels: Mapping[str, str] | None = None) -> Metadata:
+def _metadata(found: Metadata, labels: Mapping[str, str] | None = None, *, with_controller: bool = False) -> Metadata:
+    owner = found.controller if with_controller else None
     return Metadata(
         name=found.name,
         namespace=sys.intern(found.namespace),
@@ -363,6 +363,7 @@ def _metadata(found: Metadata, labels: Mapping[str, str] | None = None) -> Metad
         labels=dict(labels or {}),
         creation_timestamp=found.creation_timestamp,
         deletion_timestamp=found.deletion_timestamp,
+        owner_references=() if owner is None else (owner,),
     )
 
 
