@@ -152,9 +152,8 @@ class RunningPods:
     def lacking(self, node: str, spec: PodSpec, names: Iterable[str], gone: Collection[str]) -> str | None:
         """Which of these resources the node has too little of for such a pod, without the pods ``gone``; or None."""
         staying = [pod for pod in self._on_nodes.get(node, ()) if str(pod.metadata.key) not in gone]
-        allocatable = self._allocatable.get(node, {})
         for name in (PODS, *names):
-            has = total([RequestedAmount(allocatable.get(name, "0"))])
+            has = total([RequestedAmount(self._allocatable.get(node, {}).get(name, "0"))])
             if sum((self._amount(name, pod) for pod in staying), _amount(name, spec)) > has:
                 return name
         return None
@@ -262,7 +261,7 @@ class PreemptionSearch:
                     self._parts.setdefault(claim, []).append(part)
         self._alternatives, self._tries = list(queue.combinations(pod)), Tries()
 
-    def obstacle(self) -> str | None:
+    def obstacle(self, ending_seconds: float = ENDING_SECONDS) -> str | None:
         """Why no pod is evicted for this one, whatever the policies say; None: nothing prevents it."""
         pod, queue = self.pod, self.queue
         if not self._alternatives or not any(needed.requests for needed in self._alternatives):
@@ -278,7 +277,7 @@ class PreemptionSearch:
         nodes = queue.nodes_for(pod)
         if any(queue.feasibility.may_fit(needed, nodes) for needed in self._alternatives):
             return "devices for it are free, so no eviction is needed"
-        ending = {node: list(self._ending(node)) for node in self._candidates()}
+        ending = {node: list(self._ending(node, ending_seconds)) for node in self._candidates()}
         if any(units and self._is_enough(node, units, checks_resources=True) for node, units in ending.items()):
             return "pods that are ending make room for it"
         return None
@@ -292,10 +291,8 @@ class PreemptionSearch:
         return self._cheapest_of(self._units_of.items())
 
     def second(self, best: Preemption) -> tuple[str, EvictionCost] | None:
-        """Node and cost of the cheapest set that is found next to ``best``, the last one's result; None: there is none.
-
-        On its node that is a set without one of its units.
-        """
+        """Node and cost of the cheapest set that is found next to ``best``, the last one's result, on its node one
+        without one of its units; None: there is none."""
         node, units = best.node, self._units_of[best.node]
         others = [(name, of_node) for name, of_node in self._units_of.items() if name != node]
         others += [(node, [other for other in units if other is not unit]) for unit in best.victims.units]
@@ -349,21 +346,23 @@ class PreemptionSearch:
             claims, pods = self.running.together(min(remaining))
             remaining -= claims
             names = tuple(sorted(str(pod.metadata.key) for pod in pods))
-            reason = self.protected.get(names) or self.rules.why_spared(claims, pods)
-            if reason is not None:
+            if (reason := self.protected.get(names) or self.rules.why_spared(claims, pods)) is not None:
                 self.spared.append(SparedPods(node, names, reason))
-            else:
-                if (node, names) not in self.running.units:
-                    self.running.units[node, names] = self._unit(node, names, claims, pods)
-                yield self.running.units[node, names]
+                continue
+            if (node, names) not in self.running.units:
+                self.running.units[node, names] = self._unit(node, names, claims, pods)
+            yield self.running.units[node, names]
 
-    def _ending(self, node: str) -> Iterator[VictimUnit]:
-        """The claims of ``node`` that pods use which have been deleted, and will have ended soon."""
-        for claim in self._claims_on.get(node, ()):
-            pods = list(self.running.consumers(claim))
+    def _ending(self, node: str, seconds: float) -> Iterator[VictimUnit]:
+        """The claims of ``node`` that are deallocated once their pods have ended, within so many seconds at most."""
+        for name in self._claims_on.get(node, ()):
+            claim, pods = self.running.claim(name), list(self.running.consumers(name))
             ends = [abs(self._clock.seconds_since(pod.metadata.deletion_timestamp)) for pod in pods]
-            if pods and max(ends) < ENDING_SECONDS:
-                yield self._unit(node, tuple(str(pod.metadata.key) for pod in pods), frozenset({claim}), pods)
+            users = claim.status.reserved_for if claim is not None and claim.status.allocation is not None else None
+            by_pods = users and all(user.resource == "pods" for user in users)
+            if users is None or (by_pods and max(ends, default=0) < seconds):
+                gpus = frozenset(part.gpu for part in self._parts.get(name, ()) if part.node == node)
+                yield VictimUnit(tuple(str(pod.metadata.key) for pod in pods), frozenset({name}), gpus, EvictionCost())
 
     def _unit(self, node: str, names: tuple[str, ...], claims: frozenset[str], pods: Sequence[Pod]) -> VictimUnit:
         parts = {claim: self._parts.get(claim, []) for claim in claims}

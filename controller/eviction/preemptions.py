@@ -7,7 +7,7 @@ The GPUs of the victims are reserved for the waiting pod before the first evicti
 claims, and for the pod itself if the scheduler makes its claim only when it has chosen devices (extended resources). As
 long as there is a reservation no other pod is evicted for that pod, and no other pod gets devices of these GPUs: a new
 leader finds it there, too. It ends once those do not wait any more, or ``RESERVATION_SECONDS`` after the longest grace
-period of the victims.
+period of the victims; or if an earlier leader was killed before it had evicted all of them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
 from random import sample
 
 from controller.cluster.claim_index import PoolDevice, gpu_of
@@ -97,6 +98,8 @@ class Preemptions:
         """By the UIDs for which GPUs are reserved, the pods that were evicted."""
         self._places: dict[frozenset[str], ChosenVictims] = {}
         """By a hash of the owner for whose next pod GPUs are reserved, the pod that was moved."""
+        self._inherited = set[frozenset[str]]()
+        """The UIDs for which earlier leaders have reserved GPUs, as they were at the last look."""
         self._look_at = self._wake_at = self._wake_seconds = 0.0
         self._woken = set[str]()
         self.loop = Loop("evicting pods for others", self.turn, 0.0)
@@ -116,6 +119,8 @@ class Preemptions:
         rest = max(RESERVED_INTERVAL_SECONDS, REST_FACTOR * (time.monotonic() - began))
         if not reserved or began >= self._look_at:
             policies, waiting = self._read_policies(), set(reserved.values()) - self._places.keys()
+            if self._lift_interrupted(queue, reserved):
+                return RESERVED_INTERVAL_SECONDS
             if policies and (
                 self._move_next(policies, queue)
                 or (len(waiting) < MAX_RESERVATIONS and self._look(policies, self._without(queue, reserved), reserved))
@@ -145,6 +150,23 @@ class Preemptions:
         remaining = set(self._reservations.reservations().values())
         self._evicted = {uids: chosen for uids, chosen in self._evicted.items() if uids in remaining}
         self._places = {owner: last for owner, last in self._places.items() if owner in remaining}
+
+    def _lift_interrupted(self, queue: Queue, reserved: Mapping[PoolDevice, frozenset[str]]) -> bool:
+        """Lift reservations of earlier leaders for which not all victims have been evicted: those that are ending, for
+        however long, do not make room. Not at the first look: such a leader may still be at it. Returns whether it did.
+        """
+        before, self._inherited = self._inherited, set(reserved.values()) - self._evicted.keys() - self._places.keys()
+        pods = {uids: pod for pod in queue.pods if (uids := _reserved_uids(queue, pod)) in before & self._inherited}
+        if not pods:
+            return False
+        running, policies, lifted = read_running(self._client), GpuPolicies(()), False
+        for uids, pod in pods.items():
+            seen = self._without(queue, [entry for entry, of in reserved.items() if of != uids])
+            search = PreemptionSearch(seen, pod, running, policies, self._client.clock)
+            if search.obstacle(ending_seconds=inf) is None:
+                self._lift(uids)
+                lifted = True
+        return lifted
 
     def _wake(self, uids: frozenset[str], queue: Queue) -> None:
         """If devices are free for these pods, or pods with these claims: the scheduler may have tried them while it
@@ -282,8 +304,7 @@ class Preemptions:
 
         Returns whether there is a reservation.
         """
-        obstacle, uids = self._obstacle(chosen), frozenset(pending.uid for pending in queue.of_pod(chosen.pod))
-        uids = uids if len(uids) <= MAX_RESERVED_CLAIMS else frozenset({chosen.pod.metadata.uid})
+        obstacle, uids = self._obstacle(chosen), _reserved_uids(queue, chosen.pod)
         if obstacle is not None:
             self._tell_policies(chosen, BLOCKED, obstacle)
             self._lift(uids)
@@ -360,3 +381,9 @@ class Preemptions:
         for policy in chosen.policies:
             level: Type = "Warning" if obstacle else "Normal"
             self._recorder.event(policy.reference, reason, text, level, series, lasting=True)
+
+
+def _reserved_uids(queue: Queue, pod: Pod) -> frozenset[str]:
+    """Those for which the GPUs of victims are reserved for ``pod``."""
+    uids = frozenset(pending.uid for pending in queue.of_pod(pod))
+    return uids if len(uids) <= MAX_RESERVED_CLAIMS else frozenset({pod.metadata.uid})

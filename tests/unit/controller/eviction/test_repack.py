@@ -345,6 +345,18 @@ def test_a_new_leader_does_not_keep_places_of_moves_that_it_does_not_go_on_with(
     assert site.reserved.kept == {GPU: frozenset({"claim"})}
 
 
+def test_a_new_leader_moves_the_pods_that_the_previous_one_has_not_moved(site: Scattered) -> None:
+    site.turn(policy("notebooks", **ACTIVE))
+    reserved, site.registry = site.reserved.kept, CollectorRegistry()
+    site.ends("one", start=4)
+    site.begin_term()
+    site.reserved.kept = reserved
+    for _ in range(3):
+        site.turn()
+    assert site.api.evicted == ["one", "two"]
+    assert site.reserved.kept == {GPU: frozenset({"claim"}), PLACE: owner_of("two")}
+
+
 def test_pods_are_moved_and_not_taken_from_also_after_the_first_one_could_not_be_evicted(site: Scattered) -> None:
     """It changed meanwhile."""
     both = policy("notebooks", **ACTIVE, **EVERYBODY)
