@@ -55,9 +55,6 @@ MAX_SHARED_VALUES = 1 << 14
 MAX_SHARED_BYTES = 1 << 12
 """Size of the largest of them: a spec that hardly any other claim has may take most of a MiB."""
 
-TEMPLATE_HASH = "pod-template-hash"
-"""The label that differs between the pods of a Deployment's ReplicaSets."""
-
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -315,20 +312,18 @@ def _kept_pod(found: Pod) -> Pod | None:
     common = {"cpu", "memory", "ephemeral-storage", "pods"}
     if not found.spec.resource_claims and not found.spec.resource_names - common and found.pod_group is None:
         return None
-    labels = {name: value for name, value in found.metadata.labels.items() if name == TEMPLATE_HASH}
-    kept = _metadata(found.metadata, labels, with_controller=True)
+    kept = _metadata(found.metadata, with_labels=True, with_controller=True)
     return Pod(msgspec.structs.replace(kept, annotations=found.metadata.annotations), found.spec, found.status)
 
 
 def _kept_node(found: Node) -> Node:
     """A Node with its labels and the resources of NVIDIA's device plugin."""
-    labels = {sys.intern(name): sys.intern(value) for name, value in found.metadata.labels.items()}
     plugged = {
         sys.intern(name): sys.intern(amount)
         for name, amount in found.status.allocatable.items()
         if name.startswith("nvidia.com/") and amount != "0"
     }
-    return Node(_metadata(found.metadata, labels), found.spec, NodeStatus(allocatable=plugged))
+    return Node(_metadata(found.metadata, with_labels=True), found.spec, NodeStatus(allocatable=plugged))
 
 
 def _kept_plan(found: GpuNodePlan) -> GpuNodePlan:
@@ -354,13 +349,13 @@ def _without_version(plan: GpuNodePlan | None) -> object:
     return None if plan is None else (plan.spec, plan.status, plan.metadata.paused)
 
 
-def _metadata(found: Metadata, labels: Mapping[str, str] | None = None, *, with_controller: bool = False) -> Metadata:
-    owner = found.controller if with_controller else None
+def _metadata(found: Metadata, *, with_labels: bool = False, with_controller: bool = False) -> Metadata:
+    owner, labels = found.controller if with_controller else None, found.labels.items() if with_labels else ()
     return Metadata(
         name=found.name,
         namespace=sys.intern(found.namespace),
         uid=found.uid,
-        labels=dict(labels or {}),
+        labels={sys.intern(name): sys.intern(value) for name, value in labels},
         creation_timestamp=found.creation_timestamp,
         deletion_timestamp=found.deletion_timestamp,
         owner_references=() if owner is None else (owner,),

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from controller.cluster.cache import _kept_claim, _kept_node, _kept_pod
 from controller.cluster.claim_index import ClaimIndex, ClusterState
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.feasibility import Matching
@@ -157,11 +158,12 @@ class Situation:
 
     @property
     def queue(self) -> Queue:
+        """As the controller has it: with what its caches keep."""
         objects = ClusterState(
-            ClaimIndex(DRIVER, self.claims),
+            ClaimIndex(DRIVER, map(_kept_claim, self.claims)),
             tuple(self.classes.values()),
-            tuple(self.pods),
-            tuple(self.nodes.values()),
+            tuple(filter(None, map(_kept_pod, self.pods))),
+            tuple(map(_kept_node, self.nodes.values())),
             self.pod_groups,
             tuple(self.taint_rules),
             tuple(self.templates),

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from controller.cluster.cache import TEMPLATE_HASH
 from controller.demand.node_eligibility import Eligibility
 from controller.demand.pending_claims import PendingClaim
 from controller.explain.reason import ClaimReason, ReasonCode
@@ -17,6 +16,9 @@ from controller.explain.sources.moves import HeldDevice, with_moves
 from controller.explain.sources.no_free_device import Reasoning
 from driver.clock import Clock
 from driver.kube.types import Key, Pod, Reference
+
+TEMPLATE_HASH = "pod-template-hash"
+"""The label that differs between the pods of a Deployment's ReplicaSets."""
 
 MAX_HOLDERS = 5
 """Holding claims whose pods are looked up for one pending claim."""

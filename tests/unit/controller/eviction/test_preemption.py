@@ -305,16 +305,22 @@ def test_the_pods_of_a_job_go_together_if_they_work_together(spec: dict[str, Any
     assert names(contest.search().best()) == victims
 
 
-def test_a_pod_of_a_job_whose_pods_wait_together_gets_no_pod_evicted() -> None:
+@pytest.mark.parametrize(
+    ("gang", "metadata"),
+    [
+        ("Job train", {"ownerReferences": [{**OWNER, "name": "train"}]}),
+        ("LeaderWorkerSet one", {"labels": {"leaderworkerset.sigs.k8s.io/group-key": "one"}}),
+    ],
+)
+def test_a_pod_of_a_gang_whose_pods_wait_together_gets_no_pod_evicted(gang: str, metadata: dict[str, Any]) -> None:
     contest = Contest(node_of("a", "full", gpus=1))
     contest.runs("p", "a", "gpu-0")
     contest.jobs.append(msgspec.convert({"metadata": {"name": "train", "uid": "owner"}, "spec": INDEXED}, Job))
-    of_job: dict[str, Any] = {"metadata": {"ownerReferences": [{**OWNER, "name": "train"}]}}
-    assert contest.search(**of_job).obstacle() is None
-    contest.there.wants(request(selector=FULL), name="other", **of_job)
+    assert contest.search(metadata=metadata).obstacle() is None
+    contest.there.wants(request(selector=FULL), name="other", metadata=metadata)
     assert (
-        contest.search(**of_job).obstacle()
-        == "it is one of 2 waiting pods of Job train: room for one of them serves none"
+        contest.search(metadata=metadata).obstacle()
+        == f"it is one of 2 waiting pods of {gang}: room for one of them serves none"
     )
 
 

@@ -142,7 +142,7 @@ class TestWhatIsSaid:
         [reason] = watched.after(SECOND)
         assert "does a scheduler named none run?" in reason.sentence
         done = {"type": "PodScheduled", "status": "True", "lastTransitionTime": "2026-11-21T00:16:41Z"}
-        watched.there.pod("other", schedulerName="none", status={"conditions": [done]})
+        watched.there.wants(request(), name="other", schedulerName="none", status={"conditions": [done]})
         assert watched.after(SECOND) == []
         assert watched.after(MINUTE)
 
