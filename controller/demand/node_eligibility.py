@@ -7,7 +7,7 @@ gets wider offers later (``controller.curation.overdue_claims``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from enum import StrEnum
 from hashlib import blake2b
 from itertools import islice
@@ -17,7 +17,18 @@ import msgspec
 from msgspec.structs import replace
 
 from controller.cluster.node_views import UNREACHABLE_TAINTS
-from driver.kube.types import Expression, Node, NodeSelector, NodeTerm, Pod, PodSpec, Taint
+from driver.kube.types import (
+    Expression,
+    Key,
+    LabelSelector,
+    Node,
+    NodeSelector,
+    NodeTerm,
+    Pod,
+    PodAffinityTerm,
+    PodSpec,
+    Taint,
+)
 
 SHOWN = 4
 """Causes, terms of a node affinity, requirements of a term, and values of a requirement, that a message names."""
@@ -30,6 +41,9 @@ CORDONED = Taint("node.kubernetes.io/unschedulable", "NoSchedule")
 
 NODE_NAME_FIELD = "metadata.name"
 """The field of nodes by which a node affinity selects them: the DaemonSet controller names the node of each pod so."""
+
+LABEL_OPERATORS = {"In", "NotIn", "Exists", "DoesNotExist"}
+"""Those of label selectors."""
 
 BLOCKING = frozenset({"NoSchedule", "NoExecute"})
 """Effects of taints, of a node that keep new pods from it and of a device that prevent its allocation."""
@@ -226,3 +240,42 @@ def meets(expression: Expression, labels: Mapping[str, str]) -> bool:
                 return False
             return number > limit if operator == "Gt" else number < limit
     return False
+
+
+def selects_labels(selector: LabelSelector, labels: Mapping[str, str]) -> bool:
+    """An unknown operator counts as met: a pod is rather spared."""
+    return all(labels.get(key) == value for key, value in selector.match_labels.items()) and all(
+        expression.operator not in LABEL_OPERATORS or meets(expression, labels)
+        for expression in selector.match_expressions
+    )
+
+
+class AntiAffinity:
+    """The required anti-affinity of pods that run against others. For one thread."""
+
+    def __init__(self, running: Iterable[Pod], nodes: Iterable[Node]) -> None:
+        self._labels = {node.metadata.name: node.metadata.labels for node in nodes}
+        affinities = ((pod, pod.spec.affinity and pod.spec.affinity.pod_anti_affinity) for pod in running)
+        self._terms = [(pod, term) for pod, affinity in affinities if affinity for term in affinity.required]
+        self._against: dict[Key, dict[tuple[str, str | None], list[Key]]] = {}
+        """By pod, those that keep it away, by label of the nodes."""
+
+    def pod_against(self, pod: Pod, node: str, gone: Container[str]) -> Key | None:
+        """A pod, none of ``gone``, that keeps ``pod`` away from ``node``; None: there is none."""
+        if pod.metadata.key not in self._against:
+            against = self._against.setdefault(pod.metadata.key, {})
+            for other, term in self._terms:
+                if _is_against(term, other, pod):
+                    domain = self._labels.get(other.spec.node_name, {}).get(term.topology_key)
+                    against.setdefault((term.topology_key, domain), []).append(other.metadata.key)
+        against = self._against[pod.metadata.key]
+        others = (key for label in self._labels.get(node, {}).items() for key in against.get(label, ()))
+        return next((key for key in others if str(key) not in gone), None)
+
+
+def _is_against(term: PodAffinityTerm, other: Pod, pod: Pod) -> bool:
+    """Whether ``term`` of ``other`` selects ``pod``. The labels of namespaces are not known: any may be selected."""
+    is_own = not term.namespaces and term.namespace_selector is None
+    namespaces = (other.metadata.namespace,) if is_own else term.namespaces
+    is_there = term.namespace_selector is not None or pod.metadata.namespace in namespaces
+    return is_there and term.label_selector is not None and selects_labels(term.label_selector, pod.metadata.labels)

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import msgspec
 
-from controller.demand.node_eligibility import meets
+from controller.demand.node_eligibility import selects_labels
 from controller.eviction.recent_evictions import MOVED, EvictionCause, RecentEvictions
 from driver.config.flag_values import SUBDOMAIN
 from driver.errors import CONFLICT, NOT_FOUND, SERVER_ERROR, ApiError
 from driver.kube.client import KubeClient
 from driver.kube.events import Recorder
 from driver.kube.get_and_list import find_pod, read_all, read_object
-from driver.kube.types import Claim, Expression, Key, Metadata, OwnerReference, Pod, Reference
+from driver.kube.types import Claim, Key, LabelSelector, Metadata, OwnerReference, Pod, Reference
 
 if TYPE_CHECKING:
     from controller.metrics import ControllerMetrics
@@ -128,21 +128,6 @@ class Job(msgspec.Struct, frozen=True):
         return self.spec.backoff_limit_per_index is None and failures <= self.spec.backoff_limit
 
 
-LABEL_OPERATORS = {"In", "NotIn", "Exists", "DoesNotExist"}
-
-
-class LabelSelector(msgspec.Struct, frozen=True, rename="camel"):
-    match_labels: dict[str, str] = {}
-    match_expressions: tuple[Expression, ...] = ()
-
-    def selects(self, labels: dict[str, str]) -> bool:
-        """An unknown operator counts as met: the budget then protects the pod."""
-        return all(labels.get(key) == value for key, value in self.match_labels.items()) and all(
-            expression.operator not in LABEL_OPERATORS or meets(expression, labels)
-            for expression in self.match_expressions
-        )
-
-
 class BudgetSpec(msgspec.Struct, frozen=True, rename="camel"):
     selector: LabelSelector | None = None
     unhealthy_pod_eviction_policy: str = "IfHealthyBudget"
@@ -167,7 +152,7 @@ class DisruptionBudget(msgspec.Struct, frozen=True):
     status: BudgetStatus = BudgetStatus()
 
     def selects(self, pod: Pod) -> bool:
-        return self.spec.selector is not None and self.spec.selector.selects(pod.metadata.labels)
+        return self.spec.selector is not None and selects_labels(self.spec.selector, pod.metadata.labels)
 
     def protects(self, pods: Iterable[Pod]) -> bool:
         """Whether it forbids to evict all of ``pods`` (KEP-3017): it must have a healthy pod to spare for each that is

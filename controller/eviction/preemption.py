@@ -16,6 +16,7 @@ from math import isfinite
 from typing import NamedTuple
 
 from controller.demand.device_search import slices_of
+from controller.demand.node_eligibility import AntiAffinity
 from controller.demand.pending_claims import IMPLICIT, Queue, classes_by_resource, held_with_claims, without_claims
 from controller.demand.pod_requests import RequestedAmount, requested, total
 from controller.eviction.evictor import ADMIN_ACCESS, Job, own_protection
@@ -81,9 +82,11 @@ class RunningPods:
         self.pods = {pod.metadata.key: pod for pod in pods if pod.status.phase not in HAS_ENDED}
         self.uids = frozenset(pod.metadata.uid for pod in self.pods.values())
         self._claims = {str(claim.metadata.key): claim for claim in claims}
+        nodes = list(nodes)
         self._allocatable = {node.metadata.name: node.status.allocatable for node in nodes}
         self._jobs = {job.metadata.uid for job in jobs if job.is_gang}
         self._idle_since = idle_since
+        self._anti_affinity = AntiAffinity(self.pods.values(), nodes)
         self._gangs: dict[tuple[str, str], list[Pod]] = {}
         self._on_nodes: dict[str, list[Pod]] = {}
         self._amounts: dict[tuple[Key, str], Fraction] = {}
@@ -101,8 +104,7 @@ class RunningPods:
             return (pod.metadata.namespace, f"PodGroup {pod.pod_group.name}")
         if of_set is not None:
             return (pod.metadata.namespace, f"LeaderWorkerSet {of_set}")
-        is_of_job = owner is not None and owner.uid in self._jobs
-        return (pod.metadata.namespace, f"Job {owner.name}") if owner is not None and is_of_job else None
+        return (pod.metadata.namespace, f"Job {owner.name}") if owner is not None and owner.uid in self._jobs else None
 
     def claim(self, name: str) -> Claim | None:
         return self._claims.get(name)
@@ -149,14 +151,15 @@ class RunningPods:
                     waiting += map(str, member.claims)
         return frozenset(claims), list(pods.values())
 
-    def lacking(self, node: str, spec: PodSpec, names: Iterable[str], gone: Collection[str]) -> str | None:
-        """Which of these resources the node has too little of for such a pod, without the pods ``gone``; or None."""
+    def lacking(self, node: str, pod: Pod, names: Iterable[str], gone: Collection[str]) -> str | None:
+        """Which of these resources the node is short of for ``pod``, without the pods ``gone``; or None."""
         staying = [pod for pod in self._on_nodes.get(node, ()) if str(pod.metadata.key) not in gone]
         for name in (PODS, *names):
             has = total([RequestedAmount(self._allocatable.get(node, {}).get(name, "0"))])
-            if sum((self._amount(name, pod) for pod in staying), _amount(name, spec)) > has:
+            if sum((self._amount(name, other) for other in staying), _amount(name, pod.spec)) > has:
                 return name
-        return None
+        against = self._anti_affinity.pod_against(pod, node, gone)
+        return None if against is None else f"room next to pod {against} (required podAntiAffinity)"
 
     def _amount(self, resource: str, pod: Pod) -> Fraction:
         """Remembered: a search asks again for each set of pods."""
@@ -286,8 +289,7 @@ class PreemptionSearch:
         """The cheapest victims on any node; None: no set of pods that may be evicted makes room."""
         self.spared = []
         self._units_of = {node: list(self._units(node)) for node in self._candidates()}
-        lacking = ((node, self._lacking(node, units)) for node, units in self._units_of.items())
-        self.short_of = {node: resource for node, resource in lacking if resource is not None}
+        self.short_of = {node: lack for node, units in self._units_of.items() if (lack := self._lacking(node, units))}
         return self._cheapest_of(self._units_of.items())
 
     def second(self, best: Preemption) -> tuple[str, EvictionCost] | None:
@@ -302,8 +304,7 @@ class PreemptionSearch:
     def _candidates(self) -> list[str]:
         """The nodes where the pod could run if nothing were held."""
         nodes, unheld = self.queue.nodes_for(self.pod), self.queue.feasibility.unheld
-        able = (unheld.nodes_that_may_fit(needed, nodes) for needed in self._alternatives)
-        return sorted(set(chain.from_iterable(able)))
+        return sorted(set[str]().union(*(unheld.nodes_that_may_fit(needed, nodes) for needed in self._alternatives)))
 
     def _cheapest_of(self, nodes: Iterable[tuple[str, Sequence[VictimUnit]]]) -> Preemption | None:
         """The cheapest set of the units of one of these nodes; of equal ones that of the first node by name."""
@@ -335,9 +336,9 @@ class PreemptionSearch:
         )
 
     def _lacking(self, node: str, gone: Collection[VictimUnit]) -> str | None:
-        """The resource, such as cpu, of which the node has too little for the pod without ``gone``, or None."""
+        """The resource, such as cpu, of which the node is short for the pod without ``gone``, or None."""
         ended = {pod for unit in gone for pod in unit.pods}
-        return self.running.lacking(node, self.pod.spec, self._resources, ended)
+        return self.running.lacking(node, self.pod, self._resources, ended)
 
     def _units(self, node: str) -> Iterator[VictimUnit]:
         """The units of pods that can be evicted on ``node``; a unit may have pods and claims on other nodes, too."""

@@ -65,7 +65,7 @@ class RepackSearch(PreemptionSearch):
         [pod] = self.running.of_units([unit])
         names = [name for name in pod.spec.resource_names if not name.startswith(IMPLICIT)]
         return node in self.queue.eligibility.nodes_for_successor(pod) and (
-            self.running.lacking(node, pod.spec, names, unit.pods) is None
+            self.running.lacking(node, pod, names, unit.pods) is None
         )
 
 

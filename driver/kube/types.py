@@ -394,8 +394,29 @@ class NodeAffinity(Struct, frozen=True):
     required: NodeSelector | None = msgspec.field(default=None, name="requiredDuringSchedulingIgnoredDuringExecution")
 
 
+class LabelSelector(Struct, frozen=True):
+    match_labels: dict[str, str] = {}
+    match_expressions: tuple[Expression, ...] = ()
+
+
+class PodAffinityTerm(Struct, frozen=True):
+    """Pods with these labels, of ``namespaces`` and those that ``namespace_selector`` selects or of the pod's own."""
+
+    topology_key: str
+    label_selector: LabelSelector | None = None
+    namespaces: tuple[str, ...] = ()
+    namespace_selector: LabelSelector | None = None
+
+
+class PodAntiAffinity(Struct, frozen=True):
+    required: tuple[PodAffinityTerm, ...] = msgspec.field(
+        default=(), name="requiredDuringSchedulingIgnoredDuringExecution"
+    )
+
+
 class Affinity(Struct, frozen=True):
     node_affinity: NodeAffinity | None = None
+    pod_anti_affinity: PodAntiAffinity | None = None
 
 
 class PodResourceClaim(Struct, frozen=True):

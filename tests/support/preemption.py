@@ -50,7 +50,8 @@ class Contest:
         self._cpu, self._uses = int(cpu), dict[str, int]()
         self.idle = dict[tuple[str, str], int]()
         for name in {entry.node for entry in gpus}:
-            node = {"metadata": {"name": name}, "status": {"allocatable": {"cpu": cpu, "pods": "110"}}}
+            metadata = {"name": name, "labels": {"kubernetes.io/hostname": name, "zone": "one"}}
+            node = {"metadata": metadata, "status": {"allocatable": {"cpu": cpu, "pods": "110"}}}
             self.there.nodes[name] = msgspec.convert(node, Node)
 
     def runs(

@@ -137,7 +137,7 @@ def _as_text(preview: Preview, second: SecondBest | None) -> str:
         fields = ", ".join(preview.unexamined)
         parts.append(f"not examined: {fields} of the pod, which may keep it from the node all the same")
     for node, resource in sorted(preview.search.short_of.items()):
-        parts.append(f"node {node} has too little {resource} for it, whichever pods are evicted")
+        parts.append(f"node {node} is short of {printable(resource)} for it, whichever pods are evicted")
     if preview.search.spared:
         rows = [[node, _names(pods), printable(why)] for node, pods, why in preview.search.spared]
         parts += ["", columns(["NODE", "SPARED", "WHY"], rows)]

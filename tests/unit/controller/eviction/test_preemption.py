@@ -332,6 +332,49 @@ def test_a_node_that_lacks_cpu_even_without_all_victims_is_told() -> None:
     assert search.short_of == {"a": "cpu"}
 
 
+SERVE: dict[str, Any] = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {"app": "serve"}}}
+
+
+@pytest.fixture
+def guarded() -> Contest:
+    contest = Contest([*node_of("a", "full", gpus=2), *node_of("b", "full", gpus=1)])
+    contest.runs("victim", "a", "gpu-0")
+    contest.runs("dear", "b", "gpu-0", priority=5)
+    return contest
+
+
+@pytest.mark.parametrize(
+    ("term", "victims"),
+    [
+        (SERVE, ["dear"]),
+        ({**SERVE, "labelSelector": {"matchExpressions": [{"key": "app", "operator": "Exists"}]}}, ["dear"]),
+        ({**SERVE, "labelSelector": {}}, ["dear"]),
+        ({**SERVE, "namespaces": ["default"]}, ["dear"]),
+        ({**SERVE, "namespaceSelector": {}}, ["dear"]),
+        ({**SERVE, "topologyKey": "zone"}, []),
+        ({**SERVE, "topologyKey": "rack"}, ["victim"]),
+        ({**SERVE, "labelSelector": {"matchLabels": {"app": "train"}}}, ["victim"]),
+        ({**SERVE, "labelSelector": None}, ["victim"]),
+        ({**SERVE, "namespaces": ["other"]}, ["victim"]),
+    ],
+)
+def test_no_pod_is_evicted_on_nodes_from_which_another_one_keeps_the_waiting_pod_away(
+    guarded: Contest, term: dict[str, Any], victims: list[str]
+) -> None:
+    anti_affinity = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+    guarded.runs("guard", "a", "gpu-1", priority=10, affinity=anti_affinity)
+    search = guarded.search(metadata={"labels": {"app": "serve"}})
+    assert names(search.best()) == victims
+    assert search.short_of.get("a", "").startswith("room next to pod default/guard") == (victims != ["victim"])
+
+
+def test_the_pod_that_keeps_the_waiting_pod_away_is_evicted_for_it_if_it_may_be(guarded: Contest) -> None:
+    anti_affinity = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [SERVE]}}
+    guarded.runs("guard", "a", "gpu-1", priority=1, affinity=anti_affinity)
+    search = guarded.search(metadata={"labels": {"app": "serve"}})
+    assert (names(search.best()), search.short_of) == (["guard"], {})
+
+
 def test_more_pods_end_where_their_cpu_is_needed_too() -> None:
     contest = Contest(node_of("a", "full", gpus=2), cpu="4")
     for number in range(2):
