@@ -12,7 +12,7 @@ from contextlib import suppress
 from fractions import Fraction
 from functools import partial
 from itertools import chain
-from math import isfinite
+from math import inf, isfinite
 from typing import NamedTuple
 
 from controller.demand.device_search import slices_of
@@ -21,7 +21,7 @@ from controller.demand.pending_claims import IMPLICIT, Queue, classes_by_resourc
 from controller.demand.pod_requests import RequestedAmount, requested, total
 from controller.eviction.evictor import ADMIN_ACCESS, Job, own_protection
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, ReclaimRules, seconds_of
-from controller.eviction.victim_search import EvictionCost, Tries, VictimSet, VictimUnit, as_set, cheapest_victims
+from controller.eviction.victim_search import EvictionCost, Preemption, Tries, VictimUnit, as_set, cheapest_victims
 from controller.explain.sources.moves import Move
 from driver.clock import Clock, read_time
 from driver.kube.types import Claim, Key, Node, Pod, PodSpec
@@ -39,13 +39,6 @@ ENDING_SECONDS = 60.0
 MONTH_SECONDS, HAS_ENDED = 30 * 24 * 3600, {"Succeeded", "Failed"}
 PODS = "pods"
 """The resource of a node that each pod takes one of."""
-
-
-class Preemption(NamedTuple):
-    """``victims`` on ``node``."""
-
-    node: str
-    victims: VictimSet
 
 
 class SparedPods(NamedTuple):
@@ -248,6 +241,7 @@ class PreemptionSearch:
     def __init__(self, queue: Queue, pod: Pod, running: RunningPods, policies: GpuPolicies, clock: Clock) -> None:
         self.protected: dict[tuple[str, ...], str] = {}
         self.spared, self.short_of = list[SparedPods](), dict[str, str]()
+        self._going: dict[str, list[VictimUnit]] = {}
         self.rules = self._rules(running, policies, clock, pod)
         self.queue, self.pod, self.running, self._clock = queue, pod, running, clock
         by_class = classes_by_resource(queue.cluster.classes).keys()
@@ -264,7 +258,11 @@ class PreemptionSearch:
                     self._parts.setdefault(claim, []).append(part)
         self._alternatives, self._tries = list(queue.combinations(pod)), Tries()
 
-    def obstacle(self, ending_seconds: float = ENDING_SECONDS) -> str | None:
+    def count_ending(self) -> None:
+        """Pods of the set have been evicted before: those that are ending make room, for however long they do."""
+        self._going = {node: list(self._ending(node, inf)) for node in self._candidates()}
+
+    def obstacle(self) -> str | None:
         """Why no pod is evicted for this one, whatever the policies say; None: nothing prevents it."""
         pod, queue = self.pod, self.queue
         if not self._alternatives or not any(needed.requests for needed in self._alternatives):
@@ -280,7 +278,7 @@ class PreemptionSearch:
         nodes = queue.nodes_for(pod)
         if any(queue.feasibility.may_fit(needed, nodes) for needed in self._alternatives):
             return "devices for it are free, so no eviction is needed"
-        ending = {node: list(self._ending(node, ending_seconds)) for node in self._candidates()}
+        ending = self._going or {node: list(self._ending(node, ENDING_SECONDS)) for node in self._candidates()}
         if any(units and self._is_enough(node, units, checks_resources=True) for node, units in ending.items()):
             return "pods that are ending make room for it"
         return None
@@ -324,6 +322,7 @@ class PreemptionSearch:
         return best._replace(victims=best.victims._replace(is_cheapest=False))
 
     def _is_enough(self, node: str, gone: Collection[VictimUnit], *, checks_resources: bool) -> bool:
+        gone = (*gone, *self._going.get(node, ()))
         claims = frozenset[str]().union(*(unit.claims for unit in gone))
         gpus = frozenset[str]().union(*(unit.gpus for unit in gone))
         holders, feasibility = self.queue.holders, self.queue.feasibility

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from controller.eviction.evictor import Evictor, Job, Trigger
 from controller.eviction.gpu_policy import GpuPolicy
-from controller.eviction.preemption import Preemption, PreemptionSearch, RunningPods
+from controller.eviction.preemption import PreemptionSearch, RunningPods
+from controller.eviction.victim_search import Preemption
 from controller.explain.sources.moves import Move, moves_text
 from driver.errors import NOT_FOUND, ApiError, accepted_status
 from driver.kube.client import KubeClient

@@ -7,7 +7,7 @@ The GPUs of the victims are reserved for the waiting pod before the first evicti
 claims, and for the pod itself if the scheduler makes its claim only when it has chosen devices (extended resources). As
 long as there is a reservation no other pod is evicted for that pod, and no other pod gets devices of these GPUs: a new
 leader finds it there, too. It ends once those do not wait any more, or ``RESERVATION_SECONDS`` after the longest grace
-period of the victims; or if an earlier leader was killed before it had evicted all of them.
+period of the victims.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import inf
 from random import sample
 
 from controller.cluster.claim_index import PoolDevice, gpu_of
@@ -32,7 +31,7 @@ from controller.eviction.repack import RepackSearch, goes_on, gpus_of, next_pods
 from controller.explain.sources.moves import whole_gpus
 from controller.fence.fence import Fence
 from controller.fence.fence_probe import try_again
-from driver.errors import NOT_FOUND, ApiError, UsageError, accepted_status
+from driver.errors import CONFLICT, NOT_FOUND, ApiError, UsageError, accepted_status
 from driver.kube.client import KubeClient
 from driver.kube.events import Recorder, Type
 from driver.kube.get_and_list import find_pod, read_claim
@@ -119,10 +118,9 @@ class Preemptions:
         rest = max(RESERVED_INTERVAL_SECONDS, REST_FACTOR * (time.monotonic() - began))
         if not reserved or began >= self._look_at:
             policies, waiting = self._read_policies(), set(reserved.values()) - self._places.keys()
-            if self._lift_interrupted(queue, reserved):
-                return RESERVED_INTERVAL_SECONDS
             if policies and (
                 self._move_next(policies, queue)
+                or self._go_on(policies, queue, reserved)
                 or (len(waiting) < MAX_RESERVATIONS and self._look(policies, self._without(queue, reserved), reserved))
             ):
                 return RESERVED_INTERVAL_SECONDS
@@ -150,23 +148,6 @@ class Preemptions:
         remaining = set(self._reservations.reservations().values())
         self._evicted = {uids: chosen for uids, chosen in self._evicted.items() if uids in remaining}
         self._places = {owner: last for owner, last in self._places.items() if owner in remaining}
-
-    def _lift_interrupted(self, queue: Queue, reserved: Mapping[PoolDevice, frozenset[str]]) -> bool:
-        """Lift reservations of earlier leaders for which not all victims have been evicted: those that are ending, for
-        however long, do not make room. Not at the first look: such a leader may still be at it. Returns whether it did.
-        """
-        before, self._inherited = self._inherited, set(reserved.values()) - self._evicted.keys() - self._places.keys()
-        pods = {uids: pod for pod in queue.pods if (uids := _reserved_uids(queue, pod)) in before & self._inherited}
-        if not pods:
-            return False
-        running, policies, lifted = read_running(self._client), GpuPolicies(()), False
-        for uids, pod in pods.items():
-            seen = self._without(queue, [entry for entry, of in reserved.items() if of != uids])
-            search = PreemptionSearch(seen, pod, running, policies, self._client.clock)
-            if search.obstacle(ending_seconds=inf) is None:
-                self._lift(uids)
-                lifted = True
-        return lifted
 
     def _wake(self, uids: frozenset[str], queue: Queue) -> None:
         """If devices are free for these pods, or pods with these claims: the scheduler may have tried them while it
@@ -257,13 +238,41 @@ class Preemptions:
             return goes_on(last, preview.preemption, running) and self._serve(preview)
         return False
 
-    def _serve(self, preview: Preview) -> bool:
-        """Evict those that were found, or say that they would be. Returns whether there is a reservation."""
+    def _go_on(
+        self, policies: Sequence[GpuPolicy], queue: Queue, reserved: Mapping[PoolDevice, frozenset[str]]
+    ) -> bool:
+        """Evict those that hold GPUs which an earlier leader has reserved, if it was killed before it had evicted all
+        of them; if it had evicted none yet, or has moved pods, lift the reservation. Not at the first look: such a
+        leader may still be at it. Returns whether something was done.
+        """
+        before, self._inherited = self._inherited, set(reserved.values()) - self._evicted.keys() - self._places.keys()
+        pods = {uids: pod for pod in queue.pods if (uids := _reserved_uids(queue, pod)) in before & self._inherited}
+        if not pods:
+            return False
+        self._evictor.recent.refresh()
+        running, by_policy = read_running(self._client), GpuPolicies(policies)
+        for uids, pod in pods.items():
+            gpus = {gpu_of(entry) for entry, of in reserved.items() if of == uids}
+            others = [gpu for entry in queue.feasibility.fleet if (gpu := self._device_of(entry)) not in gpus]
+            search = PreemptionSearch(self._without(queue, others), pod, running, by_policy, self._client.clock)
+            search.count_ending()
+            preview = preview_of(self._client, search, self._evictor)
+            past = (past for past in self._evictor.recent.record.evictions if past.contender == str(pod.metadata.key))
+            if preview.obstacle is None and {eviction.trigger for eviction in past} <= {Trigger.REPACK}:
+                self._lift(uids)
+                return True
+            if self._serve(preview, is_begun=True):
+                return True
+        return False
+
+    def _serve(self, preview: Preview, *, is_begun: bool = False) -> bool:
+        """Evict those that were found, or say that they would be; ``is_begun``: an earlier leader has reserved their
+        GPUs. Returns whether there is a reservation."""
         if preview.preemption is None or preview.unexamined:
             return False
         chosen = ChosenVictims.of(preview.search, preview.preemption)
         if chosen.is_active:
-            return self._evict(chosen, preview.search.queue)
+            return self._evict(chosen, preview.search.queue, is_begun=is_begun)
         self._tell(chosen)
         return False
 
@@ -299,7 +308,7 @@ class Preemptions:
         message = f"pods that were evicted for it have not ended, so that others are looked for: {chosen.named()}"
         self._recorder.event(pod_reference(chosen.pod), BLOCKED, message, "Warning", series)
 
-    def _evict(self, chosen: ChosenVictims, queue: Queue) -> bool:
+    def _evict(self, chosen: ChosenVictims, queue: Queue, *, is_begun: bool) -> bool:
         """Reserve the GPUs of the victims and evict them, all or none; of pods that are moved only the first.
 
         Returns whether there is a reservation.
@@ -311,7 +320,7 @@ class Preemptions:
             return False
         grace = max(victim.spec.termination_grace_period_seconds for victim, _ in chosen.victims)
         seconds, place = grace + RESERVATION_SECONDS, place_of(chosen, queue.feasibility.fleet)
-        is_reserved = uids in self._evicted
+        is_reserved = is_begun or uids in self._evicted
         needed = place | ({} if is_reserved else {uids: gpus_of(chosen, queue)})
         if not all(self._reservations.reserve(map(self._device_of, needed[of]), of, seconds) for of in needed):
             self._tell_policies(chosen, BLOCKED, "the fence, which reserves their devices, is not in force or full")
@@ -338,7 +347,8 @@ class Preemptions:
         except ApiError as error:
             log.warning("evictions end early", extra={"pod": str(chosen.pod.metadata.key), "error": str(error)})
             self._tell_policies(chosen, BLOCKED, f"an eviction failed: {error}")
-            self._lift(uids)
+            if error.status != CONFLICT:  # otherwise another leader goes on with them
+                self._lift(uids)
             return False
         self._evicted[uids] = chosen._replace(victims=evicted)
         return True

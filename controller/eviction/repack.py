@@ -11,9 +11,9 @@ from hashlib import sha256
 
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.pending_claims import IMPLICIT, Queue
-from controller.eviction.preemption import Preemption, PreemptionSearch, RunningPods, VictimRules
+from controller.eviction.preemption import PreemptionSearch, RunningPods, VictimRules
 from controller.eviction.preemption_preview import ChosenVictims
-from controller.eviction.victim_search import VictimUnit, as_set
+from controller.eviction.victim_search import Preemption, VictimUnit, as_set
 from controller.explain.sources.moves import HeldDevice, moves_that_help, whole_gpus
 from controller.explain.sources.no_free_device import Reasoning
 from driver.kube.types import Pod

@@ -73,6 +73,13 @@ class VictimSet(NamedTuple):
     is_cheapest: bool
 
 
+class Preemption(NamedTuple):
+    """``victims`` on ``node``."""
+
+    node: str
+    victims: VictimSet
+
+
 Enough = Callable[[Collection[VictimUnit]], bool]
 """Whether the node has room for the waiting pod once these units are gone."""
 

@@ -13,8 +13,8 @@ from controller.cluster.fleet import FleetGpu
 from controller.demand.pending_claims import Queue
 from controller.eviction.evictor import Job
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy
-from controller.eviction.preemption import MONTH_SECONDS, Preemption, PreemptionSearch, RunningPods
-from controller.eviction.victim_search import EvictionCost
+from controller.eviction.preemption import MONTH_SECONDS, PreemptionSearch, RunningPods
+from controller.eviction.victim_search import EvictionCost, Preemption
 from driver.kube.types import Node, Pod
 from tests.support.clock import FakeClock
 from tests.support.queues import DRIVER, FULL, Situation, request

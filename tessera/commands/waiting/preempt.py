@@ -12,10 +12,10 @@ import click
 from controller.demand.pending_claims import Queue
 from controller.eviction.evictor import Evictor
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, parse_policy, read_policies
-from controller.eviction.preemption import Preemption, PreemptionSearch
+from controller.eviction.preemption import PreemptionSearch
 from controller.eviction.preemption_preview import Preview, preview_of, read_running
 from controller.eviction.recent_evictions import RecentEvictions
-from controller.eviction.victim_search import EvictionCost
+from controller.eviction.victim_search import EvictionCost, Preemption
 from controller.report.claim_explainer import key_of
 from controller.report.cluster_view import read_cluster
 from driver.errors import NOT_FOUND, FatalError, accepted_status

@@ -31,6 +31,7 @@ from tests.support.preemption import EVERYBODY, OWNER, WAITING, Contest, policy
 from tests.support.queues import DRIVER, FULL, node_of, request
 from tests.support.recording import recording
 from tests.support.running import eventually
+from tests.support.shared_gpus import memory, shared_gpu
 
 REFUSED = {
     "phase": "Pending",
@@ -511,29 +512,88 @@ def interrupted(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
     return site
 
 
-def test_a_new_leader_looks_for_victims_anew_if_the_previous_one_has_not_evicted_all(interrupted: Site) -> None:
-    """Not at its first look: the previous one may still be at it."""
-    kept, progress = interrupted.reserved.kept, []
+def record_eviction(site: Site, name: str) -> None:
+    """The previous leader has evicted the pod ``name`` for the one that waits, or was about to."""
+    recent = RecentEvictions(site.api.server.client(), "tessera")
+    recent.refresh()
+    [victim] = [pod for pod in site.contest.there.pods if pod.metadata.name == name]
+    recent.add(victim, "default/owner", "preemption", policy="notebooks", contender=f"default/{WAITING}")
+
+
+@pytest.mark.parametrize("state", ["runs", "is ending slowly", "has ended, its claim is not deallocated yet", "gone"])
+def test_a_new_leader_goes_on_with_the_set_that_the_previous_one_has_begun(interrupted: Site, state: str) -> None:
+    """Not at its first look: the previous one may still be at it. The pod on the GPU that is not reserved stays."""
+    there, kept = interrupted.contest.there, interrupted.reserved.kept
+    record_eviction(interrupted, "a")
+    [victim] = [pod for pod in there.pods if pod.metadata.name == "a"]
+    if state != "runs":
+        there.pods.remove(victim)
+    if state == "is ending slowly":
+        there.pods.append(replace(victim, metadata=replace(victim.metadata, deletion_timestamp="2026-11-21T01:00:00Z")))
+    if state == "gone":
+        there.claims = [claim for claim in there.claims if claim.metadata.name != "a"]
+        there.gpus[0] = there.gpus[0].holding(())
+    progress = []
     for _ in range(3):
         interrupted.turn(policy("notebooks", **ACTIVE))
-        progress.append((sorted(interrupted.api.evicted), interrupted.reserved.kept))
-    gpus = {PoolDevice(GPU.pool, f"gpu-{number}"): frozenset({"claim"}) for number in (0, 2)}
-    assert progress == [([], kept), ([], {}), (["a", "c"], gpus)]
+        progress.append(sorted(interrupted.api.evicted))
+    evicted = ["a", "b"] if state == "runs" else ["b"]
+    assert (progress, interrupted.reserved.kept) == ([[], evicted, evicted], kept)
 
 
-@pytest.mark.parametrize(
-    "is_gone", [False, True], ids=["they are ending slowly", "their claims are not deallocated yet"]
-)
+@pytest.mark.parametrize("is_gone", [False, True], ids=["they are ending slowly", "their claims are not deallocated"])
 def test_a_new_leader_evicts_no_pods_in_place_of_victims_that_have_been_evicted(
     interrupted: Site, is_gone: bool
 ) -> None:
     there, kept = interrupted.contest.there, interrupted.reserved.kept
+    record_eviction(interrupted, "a")
     slowly = [replace(pod.metadata, deletion_timestamp="2026-11-21T01:00:00Z") for pod in there.pods[:2]]
     ending = [replace(pod, metadata=metadata) for pod, metadata in zip(there.pods, slowly, strict=False)]
     there.pods[:2] = [] if is_gone else ending
     for _ in range(3):
         interrupted.turn(policy("notebooks", **ACTIVE))
     assert (interrupted.api.evicted, interrupted.reserved.kept) == ([], kept)
+
+
+def test_a_new_leader_knows_whose_memory_of_a_shared_gpu_remains_while_a_victim_is_ending(interrupted: Site) -> None:
+    """Evicting the one that has 20 GiB would not be enough."""
+    interrupted.contest = contest = Contest([shared_gpu("a", 0, 10, 20, 40)])
+    contest.runs("ending", "a", "gpu-0-shared", metadata={"deletionTimestamp": "2026-11-21T01:00:00Z"})
+    for name in ("small", "large"):
+        contest.runs(name, "a", "gpu-0-shared")
+    contest.there.wants(memory("45Gi"), priority=10, status=REFUSED)
+    interrupted.reserved.kept = {GPU: frozenset({"claim"})}
+    record_eviction(interrupted, "ending")
+    for _ in range(2):
+        interrupted.turn(policy("notebooks", **ACTIVE))
+    assert interrupted.api.evicted == ["large"]
+
+
+def test_a_new_leader_goes_on_for_the_pod_with_all_of_the_claims(interrupted: Site) -> None:
+    """Though another pod shares one of them."""
+    there, both = interrupted.contest.there, ["claim", "shared"]
+    there.pods = [pod for pod in there.pods if pod.metadata.name != WAITING]
+    there.claims = [claim for claim in there.claims if claim.metadata.name != "claim"]
+    for name in both:
+        there.claim(name, request(selector=FULL))
+    there.pod("other", "shared", priority=10, status=REFUSED)
+    there.pod(WAITING, *both, priority=10, status=REFUSED)
+    kept = dict.fromkeys(interrupted.reserved.kept, frozenset(both))
+    interrupted.reserved.kept = dict(kept)
+    record_eviction(interrupted, "a")
+    for _ in range(2):
+        interrupted.turn(policy("notebooks", **ACTIVE))
+    assert (sorted(interrupted.api.evicted), interrupted.reserved.kept) == (["a", "b"], kept)
+
+
+def test_a_new_leader_looks_anew_if_the_previous_one_has_evicted_none(interrupted: Site) -> None:
+    """By now another pod costs less than one whose GPU is reserved."""
+    kept, progress = interrupted.reserved.kept, []
+    for _ in range(3):
+        interrupted.turn(policy("notebooks", **ACTIVE))
+        progress.append((sorted(interrupted.api.evicted), interrupted.reserved.kept))
+    gpus = {PoolDevice(GPU.pool, f"gpu-{number}"): frozenset({"claim"}) for number in (0, 2)}
+    assert progress == [([], kept), ([], {}), (["a", "c"], gpus)]
 
 
 @pytest.mark.parametrize("end", ["the claim does not wait any more", "it lasts too long"])
