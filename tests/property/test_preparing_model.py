@@ -142,11 +142,10 @@ class NodeLife(RuleBasedStateMachine):
     def crash(self, name: str, preparing: bool, step: NodeStep, moment: Moment) -> None:
         """The plugin is killed at some step, if it comes to that step, and started again."""
         self.trouble = (step, moment, Crash)
-        before = limits_in_force(self.node.simulated)
+        before, concerned = limits_in_force(self.node.simulated), self.pods_of(name)
         with suppress(Crash):
             (self.prepare if preparing else self.unprepare)(name)
         after = limits_in_force(self.node.simulated)
-        concerned = self.pods_of(name)
         others = {key for key in before.keys() | after.keys() if key[1] not in concerned}
         assert {key: before.get(key) for key in others} == {key: after.get(key) for key in others}
         self.restart()
