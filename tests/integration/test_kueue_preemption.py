@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600
 GPUS = 16
 SOON_S = 60.0
 POLICIES = "/apis/gpu.tessera.dev/v1alpha1/gpupolicies"
+EVENTS = "/api/v1/namespaces/default/events"
 REPLICA_SETS = "/apis/apps/v1/namespaces/default/replicasets"
 POLICY = {
     "apiVersion": "gpu.tessera.dev/v1alpha1",
@@ -53,6 +54,8 @@ def queues(cluster: Cluster) -> Iterator[Queues]:
     with accepted_status(NOT_FOUND):
         queues.remove(f"{REPLICA_SETS}/notebook")
     queues.remove_all()
+    for event in queues.items(EVENTS):  # that a policy of an earlier test has
+        queues.remove(f"{EVENTS}/{event['metadata']['name']}")
 
 
 def runs(queues: Queues, job: str, pods: int) -> None:
@@ -67,7 +70,7 @@ def pods(queues: Queues, app: str) -> list[Object]:
 
 def messages(queues: Queues, reason: str, about: str) -> list[str]:
     """Messages of the Events with this reason on objects with such a name."""
-    events = queues.items("/api/v1/namespaces/default/events")
+    events = queues.items(EVENTS)
     return [
         event["message"] for event in events if (event["reason"], event["involvedObject"]["name"]) == (reason, about)
     ]
