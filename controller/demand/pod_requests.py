@@ -33,11 +33,15 @@ def requested(spec: PodSpec, resource: str) -> tuple[RequestedAmount, ...]:
     """The parts that such a pod needs at once, which the scheduler adds up; empty: it requests none."""
     most: tuple[RequestedAmount, ...] = ()
     sidecars: tuple[RequestedAmount, ...] = ()
+    needed = of_sidecars = Fraction()  # added up on the way: tenants choose how many containers there are
     for container in spec.init_containers:
         if container.restart_policy == SIDECAR:
-            sidecars += _part(container, resource, f"sidecar {container.name}")
+            part = _part(container, resource, f"sidecar {container.name}")
+            sidecars, of_sidecars = sidecars + part, of_sidecars + total(part)
         else:
-            most = max(most, (*_part(container, resource, f"init container {container.name}"), *sidecars), key=total)
+            part = _part(container, resource, f"init container {container.name}")
+            if (amount := of_sidecars + total(part)) > needed:
+                most, needed = (*part, *sidecars), amount
     running = *(part for container in spec.containers for part in _part(container, resource)), *sidecars
     most = max(running, most, key=total)
     of_pod = None if spec.resources is None else _requests(spec.resources.requests, spec.resources.limits).get(resource)

@@ -82,7 +82,7 @@ class RunningPods:
         self._anti_affinity = AntiAffinity(self.pods.values(), nodes)
         self._gangs: dict[tuple[str, str], list[Pod]] = {}
         self._on_nodes: dict[str, list[Pod]] = {}
-        self._amounts: dict[tuple[Key, str], Fraction] = {}
+        self._amounts: dict[tuple[int, str], Fraction] = {}
         self.units: dict[tuple[str, tuple[str, ...]], VictimUnit] = {}
         """Of searches of one turn, with the same queue and policies: by node and pods."""
         for pod in self.pods.values():
@@ -149,16 +149,16 @@ class RunningPods:
         staying = [pod for pod in self._on_nodes.get(node, ()) if str(pod.metadata.key) not in gone]
         for name in (PODS, *names):
             has = total([RequestedAmount(self._allocatable.get(node, {}).get(name, "0"))])
-            if sum((self._amount(name, other) for other in staying), _amount(name, pod.spec)) > has:
+            if sum((self._amount(name, other.spec) for other in staying), self._amount(name, pod.spec)) > has:
                 return name
         against = self._anti_affinity.pod_against(pod, node, gone)
         return None if against is None else f"room next to pod {against} (required podAntiAffinity)"
 
-    def _amount(self, resource: str, pod: Pod) -> Fraction:
+    def _amount(self, resource: str, spec: PodSpec) -> Fraction:
         """Remembered: a search asks again for each set of pods."""
-        key = (pod.metadata.key, resource)
+        key = (id(spec), resource)
         if key not in self._amounts:
-            self._amounts[key] = _amount(resource, pod.spec)
+            self._amounts[key] = Fraction(1) if resource == PODS else total(requested(spec, resource))
         return self._amounts[key]
 
 
@@ -393,7 +393,3 @@ class PreemptionSearch:
 
 def _is_better(best: Preemption | None, node: str, cost: EvictionCost) -> bool:
     return best is None or (cost, node) < (best.victims.cost, best.node)
-
-
-def _amount(resource: str, spec: PodSpec) -> Fraction:
-    return Fraction(1) if resource == PODS else total(requested(spec, resource))

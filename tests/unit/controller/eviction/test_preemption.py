@@ -254,6 +254,15 @@ def test_a_gang_of_hundreds_of_pods_is_searched_in_seconds() -> None:
     assert len(names(contest.search().best())) == 400
 
 
+@pytest.mark.timeout(20)
+def test_a_pod_with_thousands_of_init_containers_is_added_up_in_a_moment() -> None:
+    """Any tenant can write such a pod. With work for each pair of containers this takes minutes."""
+    contest, resources = Contest(node_of("a", "full", gpus=1)), {"requests": {"cpu": "1m"}}
+    containers = [{"restartPolicy": "Always", "resources": resources}, {"resources": resources}] * 3000
+    contest.runs("p", "a", "gpu-0", initContainers=containers)
+    assert names(contest.search(cpu=1).best()) == ["p"]
+
+
 def test_the_sets_that_are_tried_for_one_pod_are_limited_however_often_protected_pods_are_left_out() -> None:
     """Tenants choose how many PodDisruptionBudgets there are."""
     contest = Contest(node_of("a", "full", gpus=8))
