@@ -99,6 +99,10 @@ class RunningPods:
             return (pod.metadata.namespace, f"LeaderWorkerSet {of_set}")
         return (pod.metadata.namespace, f"Job {owner.name}") if owner is not None and owner.uid in self._jobs else None
 
+    def ties(self, pod: Pod) -> frozenset[object]:
+        """What ``pod`` has in common with those that it works with: its owner, gang and claims."""
+        return frozenset({(pod.metadata.namespace, pod.controller), self.gang_of(pod), *pod.claims}) - {None}
+
     def claim(self, name: str) -> Claim | None:
         return self._claims.get(name)
 
@@ -170,6 +174,7 @@ class VictimRules:
 
     def __init__(self, running: RunningPods, policies: GpuPolicies, clock: Clock, contender: Pod | None) -> None:
         self._running, self._policies, self._clock, self._contender = running, policies, clock, contender
+        self._ties = frozenset[object]() if contender is None else running.ties(contender)
 
     def policy(self, pod: Pod) -> GpuPolicy | None:
         return self._policies.of_pod(pod.metadata.namespace, self._running.classes(pod))
@@ -188,8 +193,7 @@ class VictimRules:
 
     def reclaims(self, pod: Pod) -> bool:
         """Whether ``pod`` may be evicted because it is idle."""
-        policy = self.policy(pod)
-        rules = None if policy is None else policy.spec.reclaim
+        rules = policy.spec.reclaim if (policy := self.policy(pod)) is not None else None
         if rules is None or (self._contender is None and (rules.when, rules.action) != ("Always", "Evict")):
             return False
         return self.idle_seconds(pod) is not None
@@ -215,7 +219,9 @@ class VictimRules:
             return f"its terminationGracePeriodSeconds {grace} is above {MAX_GRACE_SECONDS}"
         if any(label.startswith(KUEUE_LABELS) for label in pod.metadata.labels):
             return "Kueue admits it, and takes back its quota itself"
-        return None if self.reclaims(pod) else self.why_busy_spared(pod)
+        why, is_tied = self.why_busy_spared(pod), not self._ties.isdisjoint(self._running.ties(pod))
+        tied = "it has an owner, a gang or a claim in common with the waiting pod" if is_tied else None
+        return tied if why is None or self.reclaims(pod) else why
 
     def why_busy_spared(self, pod: Pod) -> str | None:
         """Why it is not evicted for a pod of higher priority, whether it is idle or not; None: it may be."""
@@ -387,8 +393,7 @@ class PreemptionSearch:
         ages = [self._clock.seconds_since(pod.status.start_time or pod.metadata.creation_timestamp)]
         with suppress(ValueError, TypeError):
             ages.append(self._clock.seconds_since(pod.metadata.annotations.checkpointed_at or None))
-        seconds = min(ages)
-        return max(0.0, seconds) / 3600 if isfinite(seconds) else 0.0
+        return max(0.0, seconds) / 3600 if isfinite(seconds := min(ages)) else 0.0
 
 
 def _is_better(best: Preemption | None, node: str, cost: EvictionCost) -> bool:

@@ -87,6 +87,7 @@ def test_of_equal_idle_pods_the_one_ends_that_has_been_idle_for_longest() -> Non
 
 
 RECLAIM: dict[str, Any] = {"idleAfter": "1h", "action": "Evict", "keepAtMost": "8h"}
+GROUP = {"leaderworkerset.sigs.k8s.io/group-key": "one"}
 CLAIMS_OF_TWO = {
     "resourceClaims": [{"name": "gpu", "resourceClaimName": "p"}, {"name": "nic", "resourceClaimName": "n"}]
 }
@@ -138,6 +139,29 @@ def test_idle_pods_are_spared_without_a_policy_that_reclaims() -> None:
     contest.runs("p", "a", "gpu-0", priority=10, since=YESTERDAY)
     contest.is_idle("p", hours=20)
     assert contest.search(policy(**EVERYBODY)).best() is None
+
+
+@pytest.mark.parametrize("tie", [{}, {"ownerReferences": [OWNER]}, {"labels": GROUP}], ids=["none", "owner", "gang"])
+def test_idle_pods_stay_if_they_belong_to_the_waiting_pod(tie: dict[str, Any]) -> None:
+    """Those of a gang of which one pod waits are idle because of that."""
+    contest = Contest(node_of("a", "full", gpus=2))
+    for number in range(2):
+        metadata = {"labels": GROUP} if "labels" in tie else {}
+        contest.runs(f"p{number}", "a", f"gpu-{number}", priority=10, since=YESTERDAY, metadata=metadata)
+        contest.is_idle(f"p{number}", hours=20)
+    search = contest.search(policy(reclaim=RECLAIM), metadata=tie)
+    assert search.obstacle() is None
+    assert bool(names(search.best())) == (not tie)
+    why = "it has an owner, a gang or a claim in common with the waiting pod"
+    assert {spared.reason for spared in search.spared} == (set() if not tie else {why})
+
+
+def test_a_pod_stays_whose_claim_the_waiting_pod_needs_too() -> None:
+    """What the claim holds would not become free for another claim of the waiting pod."""
+    contest = Contest(node_of("a", "full", gpus=1))
+    contest.runs("p", "a", "gpu-0")
+    claims = [{"name": name, "resourceClaimName": name} for name in ("claim", "p")]
+    assert contest.search(resourceClaims=claims).best() is None
 
 
 def test_a_node_reports_of_no_claims_on_other_nodes() -> None:
@@ -229,7 +253,7 @@ def test_no_pod_is_evicted_for_one_that_needs_or_wants_no_eviction(
 
 def test_a_gang_of_victims_goes_as_a_whole_also_from_other_nodes() -> None:
     contest = Contest([*node_of("a", "full", gpus=1), *node_of("b", "full", gpus=2)])
-    group: dict[str, Any] = {"metadata": {"labels": {"leaderworkerset.sigs.k8s.io/group-key": "one"}}}
+    group: dict[str, Any] = {"metadata": {"labels": GROUP}}
     contest.runs("leader", "a", "gpu-0", **group)
     contest.runs("worker", "b", "gpu-0", **group)
     contest.runs("single", "b", "gpu-1", priority=1)

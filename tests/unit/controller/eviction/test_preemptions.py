@@ -702,12 +702,13 @@ def test_what_prevents_evictions_is_said_on_the_policy(
     site.reserved.in_force = case != "no fence"
     if case == "cascade":
         owned = msgspec.convert(
-            {"metadata": {"name": "x", "uid": "x", "namespace": "default", "ownerReferences": [OWNER]}}, Pod
+            {"metadata": {"name": "x", "uid": "x", "namespace": "default", "ownerReferences": [{**OWNER, "uid": "s"}]}},
+            Pod,
         )
         references = owned.metadata.owner_references
         there.pods.remove(waiting)
         there.pods.append(replace(waiting, metadata=replace(waiting.metadata, owner_references=references)))
-        site.preemptions._evictor.recent.add(owned, f"default/{OWNER['uid']}")
+        site.preemptions._evictor.recent.add(owned, "default/s")
     site.turn()
     if case == "bound":
         site.api.folder("/api/v1/namespaces/default/pods")["pod-of-claim"]["spec"]["nodeName"] = "b"
