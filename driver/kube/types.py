@@ -473,8 +473,9 @@ class PodSpec(Struct, frozen=True):
 
     @property
     def resource_names(self) -> frozenset[str]:
-        """The resources that its containers request or limit."""
+        """The resources that its containers, or it as a whole, request or limit."""
         amounts = [container.resources for container in (*self.containers, *self.init_containers)]
+        amounts += [self.resources or Resources(), Resources(self.overhead)]
         return frozenset(name for resources in amounts for name in (*resources.requests, *resources.limits))
 
 
@@ -661,7 +662,7 @@ class PodGroup(Struct, frozen=True):
         return gang.min_count if gang is not None and not placed else 0
 
     def places_alone(self, pod: Pod) -> bool:
-        """Whether ``pod`` is placed by itself: Volcano does so if its containers request neither CPU nor memory."""
+        """Whether ``pod`` is placed by itself: Volcano does so if it requests neither CPU nor memory."""
         return self.is_of_volcano and not pod.spec.resource_names
 
 

@@ -357,10 +357,18 @@ def test_a_pod_of_a_gang_whose_pods_wait_together_gets_no_pod_evicted(gang: str,
     )
 
 
-def test_a_node_that_lacks_cpu_even_without_all_victims_is_told() -> None:
+@pytest.mark.parametrize(
+    "needs",
+    [
+        pytest.param({"containers": [{"resources": {"requests": {"cpu": "3"}}}]}, id="of a container"),
+        pytest.param({"resources": {"requests": {"cpu": "3"}}}, id="of the whole pod"),
+        pytest.param({"overhead": {"cpu": "3"}}, id="of its RuntimeClass"),
+    ],
+)
+def test_a_node_that_lacks_cpu_even_without_all_victims_is_told(needs: dict[str, Any]) -> None:
     contest = Contest(node_of("a", "full", gpus=1), cpu="2")
     contest.runs("p", "a", "gpu-0", containers=[{"resources": {"requests": {"cpu": "1"}}}])
-    search = contest.search(containers=[{"resources": {"requests": {"cpu": "3"}}}])
+    search = contest.search(**needs)
     assert search.best() is None
     assert search.short_of == {"a": "cpu"}
 
