@@ -28,6 +28,8 @@ MAX_ROUNDS = 32
 
 SHOWN_PODS = 5
 
+OTHERS = "requests for devices of other drivers"
+
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
 
@@ -144,7 +146,7 @@ def preview_with(
 
     Units that are protected are left out; if only all units together are, the one that costs most.
     """
-    obstacle, fields, running = search.obstacle(), unexamined(search.pod), search.running
+    obstacle, fields, running = search.obstacle(), [*unexamined(search.pod), *_of_other_drivers(search)], search.running
     for _ in range(MAX_ROUNDS if obstacle is None else 0):
         preemption, protected = search.best(), dict[tuple[str, ...], str]()
         units = sorted(preemption.victims.units, key=lambda unit: unit.cost) if preemption is not None else []
@@ -160,6 +162,15 @@ def preview_with(
             return Preview(None, preemption, search, fields)
         search.protected |= protected
     return Preview(obstacle, None, search, fields)
+
+
+def _of_other_drivers(search: PreemptionSearch) -> Sequence[str]:
+    """What the claims of its pod need, too, if no device of this driver meets one of their requests."""
+    namespace, selector_of = search.pod.metadata.namespace, search.queue.reader.selector_of
+    claims = (pending.claim for pending in search.queue.of_pod(search.pod))
+    requests = (request for claim in claims for request in claim.spec.devices.requests)
+    met = (any(selector_of(alternative, namespace) for alternative in request.alternatives) for request in requests)
+    return () if all(met) else (OTHERS,)
 
 
 def protection_of(evictor: Evictor, pods: Iterable[Pod]) -> str | None:

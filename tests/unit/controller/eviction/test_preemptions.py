@@ -237,6 +237,22 @@ def test_a_pod_with_a_field_that_is_not_examined_takes_nothing(site: Site, field
     assert site.events() == [("pod-of-claim", "PreemptionBlocked", message)]
 
 
+def test_a_pod_that_needs_a_device_of_another_driver_takes_nothing(site: Site) -> None:
+    """Whether that driver has one for it is not known."""
+    there, nic = site.contest.there, 'device.driver == "nic.example.com"'
+    there.device_class("nic", nic)
+    there.claim("nic", request(device_class="nic"))
+    claims = [{"name": name, "resourceClaimName": name} for name in ("claim", "nic")]
+    there.pods = [pod for pod in there.pods if pod.metadata.name != WAITING]
+    there.pod(WAITING, status=REFUSED, priority=10, resourceClaims=claims)
+    site.turn(policy("notebooks", **ACTIVE))
+    eventually(site.events, "an Event is written")
+    [(name, reason, message)] = site.events()
+    assert (name, reason) == (WAITING, "PreemptionBlocked")
+    assert "requests for devices of other drivers" in message
+    assert (site.api.evicted, site.reserved.kept) == ([], {})
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
