@@ -16,6 +16,7 @@ from math import inf, isfinite
 from typing import NamedTuple
 
 from controller.demand.device_search import slices_of
+from controller.demand.feasibility import Feasibility
 from controller.demand.node_eligibility import AntiAffinity
 from controller.demand.pending_claims import IMPLICIT, Queue, classes_by_resource, held_with_claims, without_claims
 from controller.demand.pod_requests import RequestedAmount, requested, total
@@ -263,10 +264,11 @@ class PreemptionSearch:
                 for claim in claims:
                     self._parts.setdefault(claim, []).append(part)
         self._alternatives, self._tries = list(queue.combinations(pod)), Tries()
+        self._free, self._candidates = self._able(queue.feasibility), sorted(self._able(queue.feasibility.unheld))
 
     def count_ending(self) -> None:
         """Pods of the set have been evicted before: those that are ending make room, for however long they do."""
-        self._going = {node: list(self._ending(node, inf)) for node in self._candidates()}
+        self._going = {node: list(self._ending(node, inf)) for node in self._candidates}
 
     def obstacle(self) -> str | None:
         """Why no pod is evicted for this one, whatever the policies say; None: nothing prevents it."""
@@ -281,10 +283,9 @@ class PreemptionSearch:
         waiting = 0 if gang is None else sum(self.running.gang_of(other) == gang for other in queue.pods)
         if gang is not None and waiting > 1:
             return f"it is one of {waiting} waiting pods of {gang[1]}: room for one of them serves none"
-        nodes = queue.nodes_for(pod)
-        if any(queue.feasibility.may_fit(needed, nodes) for needed in self._alternatives):
+        if any(self._lacking(node, ()) is None for node in self._free):
             return "devices for it are free, so no eviction is needed"
-        ending = self._going or {node: list(self._ending(node, ENDING_SECONDS)) for node in self._candidates()}
+        ending = self._going or {node: list(self._ending(node, ENDING_SECONDS)) for node in self._candidates}
         if any(units and self._is_enough(node, units, checks_resources=True) for node, units in ending.items()):
             return "pods that are ending make room for it"
         return None
@@ -292,7 +293,7 @@ class PreemptionSearch:
     def best(self) -> Preemption | None:
         """The cheapest victims on any node; None: no set of pods that may be evicted makes room."""
         self.spared = []
-        self._units_of = {node: list(self._units(node)) for node in self._candidates()}
+        self._units_of = {node: list(self._units(node)) for node in self._candidates if node not in self._free}
         self.short_of = {node: lack for node, units in self._units_of.items() if (lack := self._lacking(node, units))}
         return self._cheapest_of(self._units_of.items())
 
@@ -305,10 +306,10 @@ class PreemptionSearch:
         second = self._cheapest_of(others)
         return None if second is None else (second.node, second.victims.cost)
 
-    def _candidates(self) -> list[str]:
-        """The nodes where the pod could run if nothing were held."""
-        nodes, unheld = self.queue.nodes_for(self.pod), self.queue.feasibility.unheld
-        return sorted(set[str]().union(*(unheld.nodes_that_may_fit(needed, nodes) for needed in self._alternatives)))
+    def _able(self, feasibility: Feasibility) -> set[str]:
+        """The nodes with devices for the pod. One that has them free and lacks CPU is the scheduler's."""
+        nodes = self.queue.nodes_for(self.pod)
+        return set[str]().union(*(feasibility.nodes_that_may_fit(needed, nodes) for needed in self._alternatives))
 
     def _cheapest_of(self, nodes: Iterable[tuple[str, Sequence[VictimUnit]]]) -> Preemption | None:
         """The cheapest set of the units of one of these nodes; of equal ones that of the first node by name."""

@@ -416,6 +416,17 @@ def test_the_pod_that_keeps_the_waiting_pod_away_is_evicted_for_it_if_it_may_be(
     assert (names(search.best()), search.short_of) == (["guard"], {})
 
 
+@pytest.mark.parametrize("cpu", [3, 4])
+def test_a_free_gpu_of_a_node_without_enough_cpu_keeps_no_pod_from_being_evicted_elsewhere(cpu: int) -> None:
+    """For CPU the scheduler itself preempts, and then it nominates the waiting pod."""
+    contest = Contest([*node_of("a", "full", gpus=1), *node_of("b", gpus=1)], cpu="4")
+    contest.runs("p", "a", "gpu-0")
+    contest.runs("other", "b", priority=100, cpu=cpu)
+    search = contest.search(cpu=1)
+    obstacle, victims = search.obstacle(), names(search.best())
+    assert (obstacle, victims) == (None, ["p"]) if cpu == 4 else "devices for it are free" in str(obstacle)
+
+
 def test_more_pods_end_where_their_cpu_is_needed_too() -> None:
     contest = Contest(node_of("a", "full", gpus=2), cpu="4")
     for number in range(2):
