@@ -341,7 +341,7 @@ class Preemptions:
                     self._places |= dict.fromkeys(place, chosen)
                     text = chosen.for_victim(victim)
                     self._recorder.event(pod_reference(victim), EVICTED_FOR[trigger], text, "Warning")
-                elif chosen.moves and not is_reserved:
+                elif victim is evicted[0][0] and not is_reserved:  # the next look finds who still has to go
                     self._lift(uids)
                     return True
         except ApiError as error:
@@ -365,7 +365,8 @@ class Preemptions:
             return limit
         try:
             for victim, _ in chosen.victims:
-                self._evictor.evict(victim, chosen.trigger(victim), is_rehearsal=True)
+                if not self._evictor.evict(victim, chosen.trigger(victim), is_rehearsal=True):
+                    return f"pod {victim.metadata.key} has ended meanwhile"
         except ApiError as error:
             return f"the API server refuses an eviction: {error}"
         return None if self._still_waits(chosen.pod) else "the pod does not wait any more"

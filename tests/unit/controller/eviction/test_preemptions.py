@@ -746,6 +746,18 @@ def test_an_eviction_that_fails_ends_the_reservation(site: Site) -> None:
     assert (site.api.evicted, site.reserved.kept) == ([], {})
 
 
+@pytest.mark.parametrize("when", ["protected", "protected_later"], ids=["before the reservation", "after it"])
+def test_if_a_victim_has_ended_meanwhile_the_other_one_stays(site: Site, when: str) -> None:
+    """Its devices may have gone to another pod before they were reserved: then the other's alone are of no use."""
+    site.contest = Contest(node_of("a", "full", gpus=2))
+    for number, name in enumerate(("first", "second")):
+        site.contest.runs(name, "a", f"gpu-{number}")
+    site.contest.search(selector=FULL, count=2, status=REFUSED)
+    getattr(site.api, when)["first"] = 404
+    site.turn(policy("notebooks", **ACTIVE))
+    assert (site.api.evicted, site.reserved.kept) == ([], {})
+
+
 def test_while_the_caches_are_out_of_date_nothing_is_done(site: Site) -> None:
     site.stale = "no decision has been made for 60 s"
     site.turn(policy("notebooks", **ACTIVE))
