@@ -137,6 +137,7 @@ class BudgetStatus(msgspec.Struct, frozen=True, rename="camel"):
     observed_generation: int = 0
     current_healthy: int = 0
     desired_healthy: int = 0
+    disruptions_allowed: int = 1 << 31
 
 
 class BudgetMetadata(msgspec.Struct, frozen=True):
@@ -163,6 +164,7 @@ class DisruptionBudget(msgspec.Struct, frozen=True):
             return False
         is_counted = self.status.observed_generation >= self.metadata.generation
         spare = self.status.current_healthy - self.status.desired_healthy
+        spare = min(spare, self.status.disruptions_allowed)  # less, if the last ones were not counted yet
         return bool(selected) and (not is_counted or spare < ready)
 
 

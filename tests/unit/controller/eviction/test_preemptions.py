@@ -765,15 +765,19 @@ def test_while_the_caches_are_out_of_date_nothing_is_done(site: Site) -> None:
     assert site.read() == set()
 
 
-@pytest.mark.parametrize(("spare", "evicted"), [(1, []), (2, ["first", "second"])])
-def test_all_victims_of_a_budget_are_evicted_or_none(site: Site, spare: int, evicted: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("spare", "allowed", "evicted"),
+    [(1, 1, []), (2, 1, []), (2, 2, ["first", "second"])],
+    ids=["too few", "one has just gone", "enough"],
+)
+def test_all_victims_of_a_budget_are_evicted_or_none(site: Site, spare: int, allowed: int, evicted: list[str]) -> None:
     """Each alone would be evicted by the API server."""
     site.contest = Contest(node_of("a", "full", gpus=2))
     for number, name in enumerate(("first", "second")):
         site.contest.runs(name, "a", f"gpu-{number}", metadata={"labels": {"app": "web"}})
     site.contest.search(selector=FULL, count=2, status=REFUSED)
     budget = {"selector": {"matchLabels": {"app": "web"}}}
-    healthy = {"currentHealthy": 2, "desiredHealthy": 2 - spare}
+    healthy = {"currentHealthy": 2, "desiredHealthy": 2 - spare, "disruptionsAllowed": allowed}
     site.api.store(f"{BUDGETS}/web", metadata={"name": "web"}, spec=budget, status=healthy)
     site.turn(policy("notebooks", **ACTIVE))
     assert site.api.evicted == evicted
