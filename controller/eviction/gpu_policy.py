@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from datetime import datetime, time, timedelta
+from datetime import date, datetime, time, timedelta
 from typing import Annotated, Any, Literal, get_args
 from zoneinfo import ZoneInfo
 
@@ -93,10 +93,16 @@ class QuietHours(_PolicyPart):
         zone, begin, end = self.time_zone, time.fromisoformat(self.begin), time.fromisoformat(self.end)
         today = now.astimezone(zone).date()
         for day in (today - timedelta(1), today):
-            ends = datetime.combine(day + timedelta(begin >= end), end, zone)
-            if get_args(Day)[day.weekday()] in self.days and datetime.combine(day, begin, zone) <= now < ends:
+            # When clocks are set back, a time is there twice: the first one begins, the second one ends.
+            begins = min(_both(day, begin, zone), key=datetime.timestamp)
+            ends = max(_both(day + timedelta(begin >= end), end, zone), key=datetime.timestamp)
+            if get_args(Day)[day.weekday()] in self.days and begins <= now < ends:
                 return ends
         return None
+
+
+def _both(day: date, at: time, zone: ZoneInfo) -> list[datetime]:
+    return [datetime.combine(day, at.replace(fold=fold), zone) for fold in (0, 1)]
 
 
 class PolicySpec(_PolicyPart):

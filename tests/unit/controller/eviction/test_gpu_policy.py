@@ -16,6 +16,7 @@ OFFICE = {"from": "08:00", "to": "18:00", "days": ["Mon", "Tue", "Wed", "Thu", "
 NIGHT = {"from": "22:00", "to": "06:00", "days": ["Fri"], "timeZone": "Europe/Berlin"}
 SUNDAY = {"from": "00:00", "to": "00:00", "days": ["Sun"], "timeZone": "America/New_York"}
 EARLY = {"from": "01:00", "to": "04:00", "timeZone": "Europe/Berlin"}
+TWICE = {"from": "22:00", "to": "02:30", "timeZone": "Europe/Berlin"}
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,10 @@ EARLY = {"from": "01:00", "to": "04:00", "timeZone": "Europe/Berlin"}
         pytest.param(EARLY, "2026-03-29T02:00:00", None, id="the end of a night of two hours"),
         pytest.param(EARLY, "2026-10-24T23:00:00", "Sun 04:00", id="a night of four hours"),
         pytest.param(EARLY, "2026-10-25T03:00:00", None, id="the end of a night of four hours"),
+        pytest.param(TWICE, "2026-10-25T01:29:59", "Sun 02:30", id="to a time that is there twice"),
+        pytest.param(TWICE, "2026-10-25T01:30:00", None, id="not after it is there again"),
+        pytest.param(TWICE, "2026-03-29T01:29:59", "Sun 02:30", id="to a time that is not there"),
+        pytest.param(TWICE, "2026-03-29T01:30:00", None, id="not after it"),
     ],
 )
 def test_quiet_hours_are_those_of_the_clocks_in_their_time_zone(
