@@ -60,6 +60,10 @@ DECISION_CATCH_UP_SECONDS = 2.0
 """Longest time that a decision waits for the cache of claims."""
 
 
+MAX_RESERVED_SECONDS = 7200.0
+"""No reservation lasts longer: one that seems to was made before the API server's clock was set back."""
+
+
 @dataclass(frozen=True)
 class FenceSettings:
     """Seconds, and the namespace of ConfigMap and canary.
@@ -186,8 +190,9 @@ class Fence:
 
     def lift_overdue_reservations(self) -> set[frozenset[str]]:
         """Lift those whose time has passed. Returns their UIDs. Raises ApiError."""
-        now = self._clock.now().timestamp()
-        overdue = {entry: uids for entry, uids in self.reservations().items() if _deadline_of(entry) <= now}
+        now, present = self._clock.now().timestamp(), self.reservations()
+        latest = now + MAX_RESERVED_SECONDS
+        overdue = {entry: uids for entry, uids in present.items() if not now < _deadline_of(entry) <= latest}
         self.lift(overdue)
         return set(overdue.values())
 

@@ -211,6 +211,15 @@ def test_an_old_leader_keeps_a_reservation_for_all_of_its_time(
     assert len(fence.reservations()) == 1
 
 
+def test_a_reservation_ends_though_the_clock_of_the_api_server_was_set_back_by_a_day(
+    api: FencedApi, claims: ClaimsCache, clock: FakeClock
+) -> None:
+    fence = fence_of(api, claims, clock)
+    fence.reserve([A], ["one"], HOUR)
+    clock.advance(-24 * HOUR)
+    assert fence.lift_overdue_reservations() == {frozenset({"one"})}
+
+
 @pytest.mark.parametrize(
     ("gpu", "claim", "is_reserved"),
     [(B, "one", False), (A, "two", False), (B, "two", True)],
