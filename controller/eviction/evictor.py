@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import msgspec
 
 from controller.demand.node_eligibility import selects_labels
-from controller.eviction.recent_evictions import MOVED, EvictionCause, RecentEvictions
+from controller.eviction.recent_evictions import FAILED_TO_START, MOVED, EvictionCause, RecentEvictions
 from driver.config.flag_values import SUBDOMAIN
 from driver.errors import CONFLICT, NOT_FOUND, SERVER_ERROR, ApiError
 from driver.kube.client import KubeClient
@@ -35,7 +35,7 @@ class Trigger(StrEnum):
     """Why pods are evicted; also values of a metric label."""
 
     OVERLAP = "overlap"
-    FAILED_START = "failed-start"
+    FAILED_START = FAILED_TO_START
     PREEMPTION = "preemption"
     RECLAIM = "reclaim"
     REPACK = MOVED

@@ -30,8 +30,8 @@ MAX_RECORD_BYTES, MAX_HISTORY_BYTES = 200 << 10, 64 << 10
 """Longest record; beyond that no pod is evicted. Beyond the second, evictions that do not count any more are forgotten:
 every write of the fence carries them. All annotations of an object have at most 256 KiB together."""
 
-MOVED = "repack"
-"""The trigger of pods that can have their devices elsewhere: they have a limit of their own."""
+MOVED, FAILED_TO_START = "repack", "failed-start"
+"""Triggers with a limit of their own: pods that can have their devices elsewhere, and those that can't start."""
 
 MAX_ATTEMPTS = 5
 """Attempts of one write: meanwhile the fence may have changed its data."""
@@ -89,9 +89,10 @@ class RecentEvictions:
         return sum(past.owner == owner and past.pod not in besides for past in self._counting())
 
     def on_node(self, node: str, seconds: float) -> int:
-        """Number of pods that were evicted from ``node`` within the last ``seconds``."""
-        since = self._now() - seconds
-        return sum(past.node == node and past.at > since for past in self.record.evictions)
+        """Number of pods that were evicted from ``node`` within the last ``seconds`` since they could not start."""
+        since, triggers = self._now() - seconds, {FAILED_TO_START, ""}
+        of_node = (past for past in self.record.evictions if past.node == node and past.trigger in triggers)
+        return sum(past.at > since for past in of_node)
 
     def limit(self, victims: Collection[tuple[Pod, GpuPolicy]], moves: Collection[object] = ()) -> str | None:
         """Why the policies of these pods do not let them be evicted now: quiet hours, a budget; None: they do.

@@ -583,6 +583,20 @@ def test_a_running_pod_of_several_budgets_is_protected_because_the_api_server_ev
         assert str(evictor.protection([pod])).startswith(protection)
 
 
+@pytest.mark.parametrize(("trigger", "is_evicted"), [("failed-start", False), ("", False), ("preemption", True)])
+def test_only_pods_that_could_not_start_count_for_the_limit_of_their_node(
+    site: Site, trigger: str, is_evicted: bool
+) -> None:
+    recent = RecentEvictions(site.api.server.client(), "tessera", site.clock)
+    other = msgspec.convert({"metadata": {"name": "other", "uid": "other"}, "spec": {"nodeName": "node-a"}}, Pod)
+    site.start("mine")
+    site.decide()
+    site.decide(AFTER_SECONDS - 30)
+    recent.add(other, "team/other", trigger)
+    site.decide(30)
+    assert site.api.evicted == (["mine"] if is_evicted else [])
+
+
 def test_a_budget_that_was_not_counted_yet_protects(site: Site) -> None:
     site.start("serve")
     site.budget("fresh", "serve", 0, 0)
