@@ -80,11 +80,26 @@ class FailurePattern(msgspec.Struct, frozen=True):
     status: str = "True"
 
 
+ENDED_BY_SIGNAL = (143, 137)
+"""Exit codes of programs that SIGTERM ends, or SIGKILL after the grace period."""
+
+
+class ExitCodes(msgspec.Struct, frozen=True):
+    operator: str = ""
+    values: tuple[int, ...] | None = None
+
+
 class FailureRule(msgspec.Struct, frozen=True, rename="camel"):
     """None: an empty list, as the API server may write it."""
 
     action: str = ""
     on_pod_conditions: tuple[FailurePattern, ...] | None = None
+    on_exit_codes: ExitCodes | None = None
+
+    def concerns(self, code: int) -> bool:
+        """Whether it is for this exit code."""
+        codes = self.on_exit_codes
+        return codes is not None and (code in (codes.values or ())) == (codes.operator == "In")
 
 
 class FailurePolicy(msgspec.Struct, frozen=True):
@@ -119,11 +134,16 @@ class Job(msgspec.Struct, frozen=True):
         return spec.completion_mode == "Indexed" and spec.parallelism == spec.completions and spec.completions != 1
 
     def goes_on(self, evictions: int) -> bool:
-        """Whether the Job goes on after so many evictions: its policy ignores them, or retries are left."""
+        """Whether the Job goes on after so many evictions: its policy ignores them, or retries are left.
+
+        A rule for the exit codes of programs that a signal ends may come first, and fail the Job.
+        """
         eviction = FailurePattern("DisruptionTarget")
         for rule in self.spec.pod_failure_policy.rules or ():
             if eviction in (rule.on_pod_conditions or ()):
                 return rule.action == "Ignore"
+            if rule.action.startswith("Fail") and any(map(rule.concerns, ENDED_BY_SIGNAL)):
+                return False
         failures = self.status.failed + self.status.terminating + evictions
         return self.spec.backoff_limit_per_index is None and failures <= self.spec.backoff_limit
 

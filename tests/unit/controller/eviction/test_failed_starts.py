@@ -244,8 +244,14 @@ def test_a_budget_does_not_protect_a_pod(site: Site, budget: tuple[str, int, int
     assert site.api.evicted == ["serve"]
 
 
-IGNORES = {"rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]}
-EXIT_CODES = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [1]}, "onPodConditions": None}
+def fails_with(operator: str, *codes: int) -> dict[str, Any]:
+    return {"action": "FailJob", "onExitCodes": {"operator": operator, "values": codes}, "onPodConditions": None}
+
+
+IGNORES: dict[str, Any] = {
+    "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+}
+EXIT_CODES = fails_with("In", 1)
 FAILS = {"rules": [{"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]}
 
 
@@ -260,6 +266,10 @@ FAILS = {"rules": [{"action": "FailJob", "onPodConditions": [{"type": "Disruptio
         (0, {"podFailurePolicy": FAILS}, False),
         (0, {"podFailurePolicy": {"rules": [EXIT_CODES]}}, True),
         (6, {"podFailurePolicy": {"rules": [EXIT_CODES]}}, False),
+        (0, {"podFailurePolicy": {"rules": [fails_with("In", 42), *IGNORES["rules"]]}}, True),
+        (0, {"podFailurePolicy": {"rules": [fails_with("In", 1, 143), *IGNORES["rules"]]}}, False),
+        (0, {"podFailurePolicy": {"rules": [fails_with("NotIn", 42, 143), *IGNORES["rules"]]}}, False),
+        (0, {"podFailurePolicy": {"rules": [*IGNORES["rules"], fails_with("NotIn", 42)]}}, True),
         (0, {"podFailurePolicy": {"rules": None}}, True),
         (0, {"backoffLimitPerIndex": 1}, False),
     ],
