@@ -337,7 +337,7 @@ class Preemptions:
                 trigger = chosen.trigger(victim)
                 if not self._still_waits(chosen.pod):
                     break
-                if self._evictor.evict(victim, trigger, **cause):
+                if self._has_its_claims_alone(victim, chosen) and self._evictor.evict(victim, trigger, **cause):
                     self._places |= dict.fromkeys(place, chosen)
                     text = chosen.for_victim(victim)
                     self._recorder.event(pod_reference(victim), EVICTED_FOR[trigger], text, "Warning")
@@ -352,6 +352,14 @@ class Preemptions:
             return False
         self._evicted[uids] = chosen._replace(victims=evicted)
         return True
+
+    def _has_its_claims_alone(self, victim: Pod, chosen: ChosenVictims) -> bool:
+        """Whether still only victims use the claims of this one. Raises ApiError."""
+        uids = {pod.metadata.uid for pod, _ in chosen.victims}
+        with accepted_status(NOT_FOUND):
+            claims = [read_claim(self._client, *key) for key in victim.claims]
+            return all(user.uid in uids for claim in claims for user in claim.status.reserved_for)
+        return False
 
     def _lift(self, uids: frozenset[str]) -> None:
         reservations = self._reservations.reservations()

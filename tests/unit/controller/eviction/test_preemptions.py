@@ -758,6 +758,19 @@ def test_if_a_victim_has_ended_meanwhile_the_other_one_stays(site: Site, when: s
     assert (site.api.evicted, site.reserved.kept) == ([], {})
 
 
+def test_a_pod_stays_whose_claim_another_pod_has_begun_to_use_meanwhile(site: Site) -> None:
+    """The claim would keep its devices until that one has ended, too."""
+
+    def begin_to_use(*_: object) -> bool:
+        claim = site.api.folder("/apis/resource.k8s.io/v1/namespaces/default/resourceclaims")["notebook"]
+        claim["status"]["reservedFor"] += ({"resource": "pods", "name": "other", "uid": "other"},)
+        return True
+
+    site.reserved.reserve = begin_to_use  # type: ignore[method-assign, assignment]
+    site.turn(policy("notebooks", **ACTIVE))
+    assert site.api.evicted == []
+
+
 def test_while_the_caches_are_out_of_date_nothing_is_done(site: Site) -> None:
     site.stale = "no decision has been made for 60 s"
     site.turn(policy("notebooks", **ACTIVE))
