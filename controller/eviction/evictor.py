@@ -224,11 +224,12 @@ class Evictor:
                     pods.append(pod)
         return pods
 
-    def protection(self, pods: Sequence[Pod]) -> Protection | None:
+    def protection(self, pods: Sequence[Pod], read: dict[str, Any] | None = None) -> Protection | None:
         """Why ``pods``, which are of one namespace, must not be evicted together, or None.
 
-        Raises ApiError: what can not be read protects, too.
+        ``read``: what was read before, by path; it grows. Raises ApiError: what can not be read protects, too.
         """
+        read = {} if read is None else read
         if not pods:
             return None
         for pod in pods:
@@ -239,21 +240,25 @@ class Evictor:
         for owner in dict.fromkeys(owners):
             if (limit := self.owner_limit(owner, pods)) is not None:
                 return Protection(ProtectionRule.OWNER_LIMIT, limit)
-            if (protected := self._job_protection(owner, pods)) is not None:
+            if (protected := self._job_protection(owner, pods, read)) is not None:
                 return protected
         path = f"/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets"
-        budgets = list(read_all(self._client, path, DisruptionBudget))
+        if path not in read:
+            read[path] = list(read_all(self._client, path, DisruptionBudget))
+        budgets: list[DisruptionBudget] = read[path]
         protecting = sorted(budget.metadata.name for budget in budgets if budget.protects(pods))
         reason = f"PodDisruptionBudget {protecting[0]} forbids it" if protecting else None
         if any(pod.status.phase != "Pending" and sum(budget.selects(pod) for budget in budgets) > 1 for pod in pods):
             reason = "several PodDisruptionBudgets select it, and the API server evicts no such pod"
         return None if reason is None else Protection(ProtectionRule.DISRUPTION_BUDGET, reason)
 
-    def _job_protection(self, owner: OwnerReference, pods: Sequence[Pod]) -> Protection | None:
+    def _job_protection(self, owner: OwnerReference, pods: Sequence[Pod], read: dict[str, Any]) -> Protection | None:
         if owner.kind != "Job" or not owner.api_version.startswith("batch/"):
             return None
-        namespace = pods[0].metadata.namespace
-        job = read_object(self._client, f"/apis/batch/v1/namespaces/{namespace}/jobs/{owner.name}", JOB)
+        path = f"/apis/batch/v1/namespaces/{pods[0].metadata.namespace}/jobs/{owner.name}"
+        if path not in read:
+            read[path] = read_object(self._client, path, JOB)
+        job: Job = read[path]
         # The Job's controller may not have counted the last ones yet.
         if job.goes_on(sum(self._of_owner(owner, pods))):
             return None

@@ -26,6 +26,9 @@ BOUND = {"fieldSelector": "spec.nodeName!=,status.phase!=Succeeded,status.phase!
 MAX_ROUNDS = 32
 """Searches after each of which pods are left out that the API server or a limit of the controller protects."""
 
+MAX_ASKED = 200
+"""Units of which it is found out after such a search whether they are protected, too, the cheapest first."""
+
 SHOWN_PODS = 5
 
 OTHERS = "requests for devices of other drivers"
@@ -134,7 +137,7 @@ def read_idle_since(client: KubeClient) -> dict[tuple[str, str], int]:
 
 def preview_of(client: KubeClient, search: PreemptionSearch, evictor: Evictor) -> Preview:
     """The pods that ``evictor`` would evict for that of ``search``. None is evicted. Raises ApiError."""
-    return preview_with(partial(protection_of, evictor), partial(_unexamined, client), search)
+    return preview_with(partial(protection_of, evictor, read={}), partial(_unexamined, client), search)
 
 
 def preview_with(
@@ -147,6 +150,7 @@ def preview_with(
     Units that are protected are left out; if only all units together are, the one that costs most.
     """
     obstacle, fields, running = search.obstacle(), [*unexamined(search.pod), *_of_other_drivers(search)], search.running
+    asked = set[tuple[str, ...]]()
     for _ in range(MAX_ROUNDS if obstacle is None else 0):
         preemption, protected = search.best(), dict[tuple[str, ...], str]()
         units = sorted(preemption.victims.units, key=lambda unit: unit.cost) if preemption is not None else []
@@ -160,6 +164,11 @@ def preview_with(
             protected[units[-1].pods] = f"{why} together with others"
         if not protected:
             return Preview(None, preemption, search, fields)
+        others = sorted((unit for unit in running.units.values() if unit.pods not in asked), key=lambda unit: unit.cost)
+        for unit in others[:MAX_ASKED]:  # else there would be a search for each
+            asked.add(unit.pods)
+            if (why := protection(running.of_units([unit]))) is not None:
+                protected[unit.pods] = why
         search.protected |= protected
     return Preview(obstacle, None, search, fields)
 
@@ -173,11 +182,14 @@ def _of_other_drivers(search: PreemptionSearch) -> Sequence[str]:
     return () if all(met) else (OTHERS,)
 
 
-def protection_of(evictor: Evictor, pods: Iterable[Pod]) -> str | None:
-    """Why ``pods``, which are in the order of their namespaces, must not be evicted together, or None."""
+def protection_of(evictor: Evictor, pods: Iterable[Pod], read: dict[str, Any] | None = None) -> str | None:
+    """Why ``pods``, which are in the order of their namespaces, must not be evicted together, or None.
+
+    ``read``: as for ``Evictor.protection``.
+    """
     for _, of_namespace in groupby(pods, key=lambda pod: pod.metadata.namespace):
         try:
-            protection = evictor.protection(list(of_namespace))
+            protection = evictor.protection(list(of_namespace), read)
         except ApiError as error:
             return f"what protects it can't be read: {error}"
         if protection is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 from controller.cluster.fleet import FleetGpu
 from controller.eviction.evictor import Job
 from controller.eviction.gpu_policy import GpuPolicy
+from controller.eviction.preemption_preview import preview_with
 from controller.eviction.victim_search import EvictionCost
+from driver.kube.types import Pod
 from tests.support.gpus import H100
 from tests.support.preemption import EVERYBODY, NOW, OWNER, SIX_HOURS_AGO, YESTERDAY, Contest, names, policy
 from tests.support.queues import FULL, fleet_gpu, node_of, profile, request
@@ -276,6 +279,18 @@ def test_a_gang_of_hundreds_of_pods_is_searched_in_seconds() -> None:
         for number in range(8):
             contest.runs(f"{node}-{number}", node, f"gpu-{number}", metadata=labels)
     assert len(names(contest.search().best())) == 400
+
+
+def test_a_tenant_who_protects_many_pods_does_not_keep_those_of_others_from_being_evicted() -> None:
+    contest = Contest(node_of("a", "full", gpus=80))
+    for number in range(80):
+        contest.runs(f"p{number}", "a", f"gpu-{number}", priority=number // 79)
+    search = contest.search()
+
+    def protection(pods: Sequence[Pod]) -> str | None:
+        return "PodDisruptionBudget all forbids it" if pods[0].spec.priority == 0 else None
+
+    assert names(preview_with(protection, lambda _: (), search).preemption) == ["p79"]
 
 
 @pytest.mark.timeout(20)
