@@ -125,6 +125,13 @@ class PolicySpec(_PolicyPart):
     def evicts_idle(self) -> bool:
         return self.mode == "Active" and self.reclaim is not None and self.reclaim.action == "Evict"
 
+    @property
+    def acting(self) -> PolicySpec:
+        """Without what it only reports."""
+        nothing = PolicySpec()
+        parts = {"preemption": nothing.preemption, "repack": nothing.repack} if self.mode == "DryRun" else {}
+        return self if self.evicts_idle else self.model_copy(update={**parts, "reclaim": None})
+
     def matches(self, namespace: str, classes: Iterable[str]) -> bool:
         return (not self.namespaces or namespace in self.namespaces) and (
             not self.device_classes or not set(self.device_classes).isdisjoint(classes)
@@ -156,6 +163,13 @@ class GpuPolicies:
 
     def __init__(self, policies: Iterable[GpuPolicy]) -> None:
         self._in_order = sorted(policies, key=lambda policy: (-policy.spec.priority, policy.metadata.name))
+
+    @property
+    def acting(self) -> list[GpuPolicies]:
+        """The same without what they only report; empty if that is all, or nothing."""
+        acting = [policy.model_copy(update={"spec": policy.spec.acting}) for policy in self._in_order]
+        acts = any(policy.spec.mode == "Active" for policy in acting)
+        return [GpuPolicies(acting)] if acts and acting != self._in_order else []
 
     def of_pod(self, namespace: str, classes: Iterable[str]) -> GpuPolicy | None:
         """The policy that decides over a pod of ``namespace`` with claims of ``classes``."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
 from random import sample
 
 from controller.cluster.claim_index import PoolDevice, gpu_of
@@ -211,12 +212,13 @@ class Preemptions:
             pods.sort(key=lambda pod: (-pod.spec.priority, pod.metadata.creation_timestamp or "", pod.metadata.key))
             pods.sort(key=self._evictor.has_lost_pods)  # the others first: no pod is evicted for these
             pods[FIRST_PODS:] = sample(pods[FIRST_PODS:], len(pods[FIRST_PODS:]))
-            for pod in pods[:PODS_PER_TURN]:
-                search = kind(queue, pod, running, by_policy, self._client.clock)
+            # What some policies only report must not keep others from acting.
+            for pod, rules in product(pods[:PODS_PER_TURN], [by_policy, *by_policy.acting]):
+                search = kind(queue, pod, running, rules, self._client.clock)
                 preview = preview_of(self._client, search, self._evictor)
                 if self._serve(preview):
                     return True
-                if kind is PreemptionSearch and pod.metadata.namespace in namespaces:
+                if kind is PreemptionSearch and pod.metadata.namespace in namespaces and rules is by_policy:
                     self._tell_blocked(preview)
         self._idle_pods.turn(by_policy, running)
         return False

@@ -771,6 +771,24 @@ def test_a_pod_stays_whose_claim_another_pod_has_begun_to_use_meanwhile(site: Si
     assert site.api.evicted == []
 
 
+@pytest.mark.parametrize("mode", ["DryRun", "Active"])
+def test_a_policy_that_only_reports_does_not_keep_another_one_from_acting(site: Site, mode: str) -> None:
+    """Its pods would cost less."""
+    site.contest = Contest(node_of("a", "full", gpus=2))
+    for number, name in enumerate(("batch", "notebook")):
+        site.contest.runs(name, "a", f"gpu-{number}", priority=number)
+    site.contest.there.device_class("any-batch")
+    [batch] = [claim for claim in site.contest.there.claims if claim.metadata.name == "batch"]
+    spec = msgspec.convert({"devices": {"requests": [request(device_class="any-batch")]}}, type(batch.spec))
+    site.contest.there.claims = [replace(batch, spec=spec), *site.contest.there.claims[1:]]
+    site.contest.search(selector=FULL, status=REFUSED)
+    tried = policy("tried", **{**ACTIVE, "mode": mode}, priority=1, deviceClasses=["any-batch"])
+    site.turn(tried, policy("notebooks", **ACTIVE))
+    assert site.api.evicted == (["batch"] if mode == "Active" else ["notebook"])
+    eventually(lambda: len(site.events()) > 1, "the Events are written")
+    assert ("tried", "WouldEvict" if mode == "DryRun" else "Preempting") in [event[:2] for event in site.events()]
+
+
 def test_while_the_caches_are_out_of_date_nothing_is_done(site: Site) -> None:
     site.stale = "no decision has been made for 60 s"
     site.turn(policy("notebooks", **ACTIVE))
