@@ -149,7 +149,8 @@ class RecentEvictions:
             self._write(self.record)
 
     def _counting(self) -> list[Eviction]:
-        return [past for past in self.record.evictions if past.at > self._now() - RECORD_SECONDS]
+        since = self._now() - RECORD_SECONDS  # once: every waiting pod is asked about
+        return [past for past in self.record.evictions if past.at > since]
 
     def _now(self) -> float:
         return self._clock.now().timestamp()
