@@ -1,8 +1,7 @@
 """Which pods would have to end so that a waiting pod of higher priority gets its devices (pure).
 
 The kube-scheduler does not preempt for devices. A set of victims is looked for on each node where the pod could run if
-nothing were held there: see ``victim_search``. The hours in its cost count from the start of a pod, or from the moment
-at which the pod says that its work was saved.
+nothing were held there: see ``victim_search``.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from controller.eviction.evictor import ADMIN_ACCESS, Job, own_protection
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, ReclaimRules, seconds_of
 from controller.eviction.victim_search import EvictionCost, Preemption, Tries, VictimUnit, as_set, cheapest_victims
 from controller.explain.sources.moves import Move
+from controller.explain.sources.no_free_device import Reasoning
 from driver.clock import Clock, read_time
 from driver.kube.types import Claim, Key, Node, Pod, PodSpec
 
@@ -168,10 +168,8 @@ class RunningPods:
 
 
 class VictimRules:
-    """Who may be evicted for ``contender``: pods of lower priority, and idle ones.
-
-    Without a contender these are the idle pods of policies that reclaim ``Always``.
-    """
+    """Who may be evicted for ``contender``: pods of lower priority, and idle ones. Without a contender these are the
+    idle pods of policies that reclaim ``Always``."""
 
     def __init__(self, running: RunningPods, policies: GpuPolicies, clock: Clock, contender: Pod | None) -> None:
         self._running, self._policies, self._clock, self._contender = running, policies, clock, contender
@@ -250,6 +248,8 @@ class PreemptionSearch:
         self.spared, self.short_of = list[SparedPods](), dict[str, str]()
         self._going: dict[str, list[VictimUnit]] = {}
         self.rules = self._rules(running, policies, clock, pod)
+        for pending in queue.of_pod(pod)[:16]:  # tenants choose how many claims a pod has
+            queue = Reasoning(queue).for_claim(pending).queue  # without devices whose taints it does not tolerate
         self.queue, self.pod, self.running, self._clock = queue, pod, running, clock
         by_class = classes_by_resource(queue.cluster.classes).keys()
         self._resources = sorted(name for name in pod.spec.resource_names - by_class if not name.startswith(IMPLICIT))

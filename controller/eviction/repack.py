@@ -15,7 +15,6 @@ from controller.eviction.preemption import PreemptionSearch, RunningPods, Victim
 from controller.eviction.preemption_preview import ChosenVictims
 from controller.eviction.victim_search import Preemption, VictimUnit, as_set
 from controller.explain.sources.moves import HeldDevice, moves_that_help, whole_gpus
-from controller.explain.sources.no_free_device import Reasoning
 from driver.kube.types import Pod
 
 
@@ -40,8 +39,7 @@ class RepackSearch(PreemptionSearch):
 
     def best(self) -> Preemption | None:
         self._movable: dict[str, VictimUnit | None] = {}
-        [pending, *_] = self.queue.of_pod(self.pod)
-        self.moves = moves_that_help(Reasoning(self.queue).for_claim(pending).queue, self.pod, self._may_go)
+        self.moves = moves_that_help(self.queue, self.pod, self._may_go)
         moved = {move: unit for move in self.moves if (unit := self._unit_of(move.claim)) is not None}
         waited = self._clock.seconds_since(self.pod.metadata.creation_timestamp) / 3600
         victims, node = as_set(list(dict.fromkeys(moved.values()))), self.moves[0].source.node if moved else ""

@@ -18,7 +18,7 @@ from controller.eviction.victim_search import EvictionCost
 from driver.kube.types import Pod
 from tests.support.gpus import H100
 from tests.support.preemption import EVERYBODY, NOW, OWNER, SIX_HOURS_AGO, YESTERDAY, Contest, names, policy
-from tests.support.queues import FULL, fleet_gpu, node_of, profile, request
+from tests.support.queues import DRIVER, FULL, fleet_gpu, node_of, profile, request
 
 
 def full_node(*priorities: int) -> Contest:
@@ -429,6 +429,17 @@ def test_the_pod_that_keeps_the_waiting_pod_away_is_evicted_for_it_if_it_may_be(
     guarded.runs("guard", "a", "gpu-1", priority=1, affinity=anti_affinity)
     search = guarded.search(metadata={"labels": {"app": "serve"}})
     assert (names(search.best()), search.short_of) == (["guard"], {})
+
+
+@pytest.mark.parametrize(("effect", "is_taken"), [("NoSchedule", False), ("None", True)])
+def test_a_pod_on_a_tainted_gpu_stays_as_the_waiting_pod_could_not_have_it(effect: str, is_taken: bool) -> None:
+    contest = Contest(node_of("a", "full", gpus=1))
+    contest.runs("p", "a", "gpu-0")
+    selector = {"driver": DRIVER, "pool": f"a-{DRIVER}", "device": "gpu-0"}
+    contest.there.taint_rule("maintenance", selector, key="maintenance", effect=effect)
+    search = contest.search()
+    assert search.obstacle() is None
+    assert names(search.best()) == (["p"] if is_taken else [])
 
 
 @pytest.mark.parametrize("cpu", [3, 4])
