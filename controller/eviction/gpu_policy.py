@@ -166,7 +166,8 @@ class GpuPolicies:
 
     @property
     def acting(self) -> list[GpuPolicies]:
-        """The same without what they only report; empty if that is all, or nothing."""
+        """The same without what they only report, which must not keep others from acting; empty if that is all, or
+        nothing."""
         acting = [policy.model_copy(update={"spec": policy.spec.acting}) for policy in self._in_order]
         acts = any(policy.spec.mode == "Active" for policy in acting)
         return [GpuPolicies(acting)] if acts and acting != self._in_order else []

@@ -122,8 +122,7 @@ class RunningPods:
 
     def classes(self, pod: Pod) -> frozenset[str]:
         """The DeviceClasses of a pod's claims."""
-        claims = (self.claim(str(key)) for key in pod.claims)
-        return frozenset(name for claim in claims if claim is not None for name in claim.class_names)
+        return frozenset(name for key in pod.claims if (claim := self.claim(str(key))) for name in claim.class_names)
 
     def idle_since(self, pod: Pod) -> int | None:
         """Since when all claims of ``pod`` are idle, at the earliest since it became Ready; None: not, or unknown."""

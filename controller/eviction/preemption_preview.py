@@ -16,7 +16,7 @@ from controller.eviction.victim_search import Preemption
 from controller.explain.sources.moves import Move, moves_text
 from driver.errors import NOT_FOUND, ApiError, accepted_status
 from driver.kube.client import KubeClient
-from driver.kube.get_and_list import list_claims, read_all
+from driver.kube.get_and_list import list_claims, read_all, read_claim
 from driver.kube.types import GpuNodePlan, Node, Pod
 from driver.model.plan import PATH
 
@@ -109,6 +109,14 @@ class ChosenVictims(NamedTuple):
         others = Counter(victim.metadata.namespace for victim, _ in self.victims)
         del others[namespace]
         return ", ".join([*mine, *(f"{count} of namespace {name}" for name, count in sorted(others.items()))])
+
+    def use_alone(self, client: KubeClient, victim: Pod) -> bool:
+        """Whether no other pods than these use the claims of ``victim`` now. Raises ApiError."""
+        uids = {pod.metadata.uid for pod, _ in self.victims}
+        with accepted_status(NOT_FOUND):
+            claims = [read_claim(client, *key) for key in victim.claims]
+            return all(user.uid in uids for claim in claims for user in claim.status.reserved_for)
+        return False
 
     def for_victim(self, victim: Pod) -> str:
         pod = self.pod

@@ -212,7 +212,6 @@ class Preemptions:
             pods.sort(key=lambda pod: (-pod.spec.priority, pod.metadata.creation_timestamp or "", pod.metadata.key))
             pods.sort(key=self._evictor.has_lost_pods)  # the others first: no pod is evicted for these
             pods[FIRST_PODS:] = sample(pods[FIRST_PODS:], len(pods[FIRST_PODS:]))
-            # What some policies only report must not keep others from acting.
             for pod, rules in product(pods[:PODS_PER_TURN], [by_policy, *by_policy.acting]):
                 search = kind(queue, pod, running, rules, self._client.clock)
                 preview = preview_of(self._client, search, self._evictor)
@@ -336,12 +335,11 @@ class Preemptions:
             for victim, policy in evicted:
                 cause = EvictionCause(policy=policy.metadata.name, contender=str(chosen.pod.metadata.key))
                 cause["gpu_hours"] = hours[str(victim.metadata.key)]
-                trigger = chosen.trigger(victim)
+                trigger, text = chosen.trigger(victim), chosen.for_victim(victim)
                 if not self._still_waits(chosen.pod):
                     break
-                if self._has_its_claims_alone(victim, chosen) and self._evictor.evict(victim, trigger, **cause):
+                if chosen.use_alone(self._client, victim) and self._evictor.evict(victim, trigger, **cause):
                     self._places |= dict.fromkeys(place, chosen)
-                    text = chosen.for_victim(victim)
                     self._recorder.event(pod_reference(victim), EVICTED_FOR[trigger], text, "Warning")
                 elif victim is evicted[0][0] and not is_reserved:  # the next look finds who still has to go
                     self._lift(uids)
@@ -354,14 +352,6 @@ class Preemptions:
             return False
         self._evicted[uids] = chosen._replace(victims=evicted)
         return True
-
-    def _has_its_claims_alone(self, victim: Pod, chosen: ChosenVictims) -> bool:
-        """Whether still only victims use the claims of this one. Raises ApiError."""
-        uids = {pod.metadata.uid for pod, _ in chosen.victims}
-        with accepted_status(NOT_FOUND):
-            claims = [read_claim(self._client, *key) for key in victim.claims]
-            return all(user.uid in uids for claim in claims for user in claim.status.reserved_for)
-        return False
 
     def _lift(self, uids: frozenset[str]) -> None:
         reservations = self._reservations.reservations()
