@@ -314,14 +314,14 @@ class Preemptions:
 
         Returns whether there is a reservation.
         """
-        obstacle, uids = self._obstacle(chosen), _reserved_uids(queue, chosen.pod)
-        if obstacle is not None:
+        uids = _reserved_uids(queue, chosen.pod)
+        is_reserved = is_begun or uids in self._evicted
+        if (obstacle := self._obstacle(chosen, is_reserved=is_reserved)) is not None:
             self._tell_policies(chosen, BLOCKED, obstacle)
             self._lift(uids)
             return False
         grace = max(victim.spec.termination_grace_period_seconds for victim, _ in chosen.victims)
         seconds, place = grace + RESERVATION_SECONDS, place_of(chosen, queue.feasibility.fleet)
-        is_reserved = is_begun or uids in self._evicted
         needed = place | ({} if is_reserved else {uids: gpus_of(chosen, queue)})
         if not all(self._reservations.reserve(map(self._device_of, needed[of]), of, seconds) for of in needed):
             self._tell_policies(chosen, BLOCKED, "the fence, which reserves their devices, is not in force or full")
@@ -357,7 +357,7 @@ class Preemptions:
         reservations = self._reservations.reservations()
         self._reservations.lift([entry for entry, of in reservations.items() if of == uids])
 
-    def _obstacle(self, chosen: ChosenVictims) -> str | None:
+    def _obstacle(self, chosen: ChosenVictims, *, is_reserved: bool) -> str | None:
         """Why these are not evicted now; None: the API server agrees to each eviction. Raises ApiError."""
         if self._evictor.has_lost_pods(chosen.pod):
             return "the owner of the waiting pod has lost a pod in this way within an hour"
@@ -365,7 +365,7 @@ class Preemptions:
             return limit
         try:
             for victim, _ in chosen.victims:
-                if not self._evictor.evict(victim, chosen.trigger(victim), is_rehearsal=True):
+                if not self._evictor.evict(victim, chosen.trigger(victim), is_rehearsal=True) and not is_reserved:
                     return f"pod {victim.metadata.key} has ended meanwhile"
         except ApiError as error:
             return f"the API server refuses an eviction: {error}"

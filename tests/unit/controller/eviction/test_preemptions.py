@@ -602,6 +602,16 @@ def test_a_new_leader_goes_on_for_the_pod_with_all_of_the_claims(interrupted: Si
     assert (sorted(interrupted.api.evicted), interrupted.reserved.kept) == (["a", "b"], kept)
 
 
+def test_a_new_leader_keeps_the_reservation_of_a_begun_set_if_another_victim_ends_meanwhile(interrupted: Site) -> None:
+    kept = interrupted.reserved.kept
+    record_eviction(interrupted, "a")
+    interrupted.contest.there.pods = [pod for pod in interrupted.contest.there.pods if pod.metadata.name != "a"]
+    interrupted.api.protected["b"] = 404
+    for _ in range(3):
+        interrupted.turn(policy("notebooks", **ACTIVE))
+    assert (interrupted.api.evicted, interrupted.reserved.kept) == ([], kept)
+
+
 def test_a_new_leader_looks_anew_if_the_previous_one_has_evicted_none(interrupted: Site) -> None:
     """By now another pod costs less than one whose GPU is reserved."""
     kept, progress = interrupted.reserved.kept, []
