@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from controller.eviction.recent_evictions import RecentEvictions
 from controller.eviction.victim_search import EvictionCost, Preemption
 from controller.report.claim_explainer import key_of
 from controller.report.cluster_view import read_cluster
-from driver.errors import NOT_FOUND, FatalError, accepted_status
+from driver.errors import NOT_FOUND, ApiError, FatalError, accepted_status
 from driver.kube.client import KubeClient
+from driver.kube.controller_heartbeat import last_heartbeat
 from driver.kube.types import Pod
 from tessera.cluster_options import access_of, with_driver_name, with_kubeconfig
 from tessera.simulate.sources import policies_of_files
@@ -71,7 +73,7 @@ def preempt(
     allowing = GpuPolicies(policies_of_files(policies) if policies else _of_cluster(client))
     view = read_cluster(client, driver_name)
     pod = _waiting_pod(view.queue, name, namespace or access.namespace)
-    evictor = Evictor(client, None, RecentEvictions(client, ""))
+    evictor = Evictor(client, None, _recent(client))
     search = PreemptionSearch(view.queue, pod, read_running(client), allowing, client.clock)
     preview = preview_of(client, search, evictor)
     second = None if preview.preemption is None else preview.search.second(preview.preemption)
@@ -84,6 +86,15 @@ def _of_cluster(client: KubeClient) -> list[GpuPolicy]:
         policies = read_policies(client)
         return [parse_policy(manifest, f"GpuPolicy {manifest['metadata']['name']}") for manifest in policies]
     raise FatalError("CustomResourceDefinition gpupolicies is not installed (crd.install)")
+
+
+def _recent(client: KubeClient) -> RecentEvictions:
+    """Which pods were evicted lately, so that their owners lose no more; none if this account may not read that."""
+    heartbeat = last_heartbeat(client)
+    recent = RecentEvictions(client, "" if heartbeat is None else heartbeat.namespace)
+    with suppress(ApiError):
+        recent.refresh()
+    return recent
 
 
 def _waiting_pod(queue: Queue, name: str, namespace: str) -> Pod:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from controller.eviction.preemption_preview import Preview
-from tessera.commands.waiting.preempt import _as_text
-from tests.support.preemption import Contest
+import msgspec
+
+from controller.eviction.evictor import Evictor
+from controller.eviction.preemption_preview import Preview, preview_of
+from controller.eviction.recent_evictions import RecentEvictions
+from driver.kube.controller_heartbeat import HEARTBEAT
+from driver.kube.types import Pod
+from tessera.commands.waiting.preempt import _as_text, _recent
+from tests.support.evictions import ClusterApi
+from tests.support.preemption import OWNER, Contest
 from tests.support.queues import FULL, node_of, request
 
 
@@ -17,3 +24,19 @@ def test_what_a_tenant_has_written_does_not_control_the_terminal() -> None:
     text = _as_text(Preview(search.obstacle(), None, search, ()), None)
     assert "it is one of 2 waiting pods of PodGroup group" in text
     assert "\x1b" not in text
+
+
+def test_a_pod_is_spared_whose_owner_has_lost_two_within_an_hour_as_the_controller_would() -> None:
+    contest = Contest(node_of("a", "full", gpus=1))
+    contest.runs("p", "a", "gpu-0")
+    search = contest.search()
+    with ClusterApi() as api:
+        client = api.server.client()
+        api.store(f"/apis/coordination.k8s.io/v1/namespaces/gpus/leases/{HEARTBEAT}", spec={})
+        recent = RecentEvictions(client, "gpus")
+        for name in ("first", "second"):
+            lost = msgspec.convert({"metadata": {"name": name, "namespace": "default", "uid": name}}, Pod)
+            recent.add(lost, f"default/{OWNER['uid']}")
+        preview = preview_of(client, search, Evictor(client, None, _recent(client)))
+    assert preview.preemption is None
+    assert "ReplicaSet web loses at most 2 pods an hour in this way, and has lost 2" in _as_text(preview, None)
