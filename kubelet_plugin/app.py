@@ -164,7 +164,7 @@ class NodePlugin:
         )
         self._host, file = host, HealthFile(settings.state_dir)
         self._health = HealthMonitor(host, inventory, checkpoint, file, self._changes, self._events)
-        self._listener = NvmlEventListener(host, self._health, self._scanner)
+        self._listener = NvmlEventListener(host, self._health.handle_event, lambda _: self._scanner.scan_soon())
 
     def _prepare_claims(self) -> None:
         """Build what prepares and unprepares claims, and what cleans up and repairs them."""

@@ -183,10 +183,10 @@ class PlanWriter:
 
 
 def _is_current(current: PlanSpec, spec: PlanSpec) -> bool:
-    """Whether a plan needs no write. Withdrawn devices that have left the slices need not be removed from it."""
-    if not set(spec.withdrawn) <= set(current.withdrawn):
-        return False
-    return msgspec.structs.replace(current.controller_fields, withdrawn=spec.withdrawn) == spec
+    """Whether a plan needs no write, whatever its ``SEPARATE_FIELDS`` say. Withdrawn devices that have left the slices
+    need not be removed from it."""
+    present = msgspec.structs.replace(current, withdrawn=spec.withdrawn, cordoned=(), cleared=(), config_revision="")
+    return set(spec.withdrawn) <= set(current.withdrawn) and present == spec
 
 
 def _priority(current: PlanSpec, spec: PlanSpec, requested: Collection[str] | None) -> Priority:

@@ -72,10 +72,6 @@ class MigOperations:
             with nvml_call(f"listing the {profile.name} instances of {gpu.uuid}"):
                 yield from self._list_instances(gpu, profile)
 
-    def find_partition(self, gpu: Gpu, profile: Profile, placement: Placement) -> Partition | None:
-        """The instance of ``profile`` at exactly ``placement``, complete or not; of a shared one the first."""
-        return next(iter(self.find_instances(gpu, profile, placement)), None)
-
     def find_instances(self, gpu: Gpu, profile: Profile, placement: Placement) -> Sequence[Partition]:
         """The instances of ``profile`` at exactly ``placement``: one for each compute instance, at most one unless
         partitions of the profile are shared; one that is not complete if there is none."""

@@ -132,19 +132,9 @@ class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
         return self.publish_held is PublishHeld.BESIDE_OFFERS
 
     @property
-    def controller_fields(self) -> PlanSpec:
-        """The spec without the ``SEPARATE_FIELDS``: what the controller decides."""
-        return msgspec.structs.replace(self, cordoned=(), cleared=(), config_revision="")
-
-    @property
     def offered(self) -> frozenset[Offer]:
         """The offers that could be parsed."""
         return parsed_offers(self.offers)
-
-    @property
-    def listed_offers(self) -> frozenset[Offer]:
-        """Those of ``listed`` that could be parsed."""
-        return parsed_offers(self.listed)
 
 
 SEPARATE_FIELDS = ("cordoned", "cleared", "configRevision")

@@ -118,10 +118,10 @@ class Partitions:
         """
         if device.profile is None or device.placement is None:
             return None
+        instances = self.host.find_instances(device.gpu, device.profile, device.placement)
         if device.kind is DeviceKind.SHARED_PARTITION:
-            instances = self.host.find_instances(device.gpu, device.profile, device.placement)
             return next((instance for instance in instances if uuid is not None and instance.uuid == uuid), None)
-        return self.host.find_partition(device.gpu, device.profile, device.placement)
+        return next(iter(instances), None)
 
     def nodes(self, gpu: Gpu, partition: Partition | None) -> Sequence[DeviceNode]:
         """The device nodes that a container needs to use ``partition``, or the GPU as a whole."""

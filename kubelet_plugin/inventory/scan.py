@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from driver.errors import RecoverableError
@@ -102,12 +102,8 @@ class Scanner:
         return changed
 
     def scan_soon(self) -> None:
-        """Scan without waiting for the timer. Cheap; may be called from any thread."""
+        """Scan without waiting for the timer, such as after an NVML event. Cheap; may be called from any thread."""
         self.due.set()
-
-    def handle_event(self, _event: GpuEvent) -> None:
-        """An NVML event may mean that the hardware has changed."""
-        self.scan_soon()
 
     def scan_partitions(self, inventory: Inventory, gpus: Iterable[Gpu]) -> bool:
         """Update the foreign partitions of ``gpus`` in ``inventory``; returns whether anything changed."""
@@ -219,19 +215,11 @@ class ScanLoop:
                 log.exception("internal error during a hardware scan")
 
 
-class NvmlEventFollower(Protocol):
-    """A part that acts on NVML events."""
-
-    def handle_event(self, event: GpuEvent) -> None:
-        """Handle one event; must return quickly."""
-
-
 class NvmlEventListener:
-    """Passes every NVML event to each of ``followers``, in a thread of its own."""
+    """Passes every NVML event to each of ``handlers``, which must return quickly, in a thread of its own."""
 
-    def __init__(self, host: Host, *followers: NvmlEventFollower) -> None:
-        self._host = host
-        self._followers = followers
+    def __init__(self, host: Host, *handlers: Callable[[GpuEvent], None]) -> None:
+        self._host, self._handlers = host, handlers
 
     def run(self, stop: threading.Event) -> None:
         """Receive events until ``stop`` is set."""
@@ -251,10 +239,10 @@ class NvmlEventListener:
         if event.kind is EventKind.XID and event.xid is not None:  # also of a GPU that settings exclude
             extra = {"gpu": event.gpu_uuid, "xid": event.xid, "meaning": meaning_of(event.xid).text}
             log.warning("GPU reported an XID", extra={**extra, "gpuInstance": event.gpu_instance_id})
-        for follower in self._followers:
+        for handle in self._handlers:
             try:
-                follower.handle_event(event)
+                handle(event)
             except Exception:
-                # A defect in one follower must not keep the event from the others, nor end the thread.
+                # A defect in one handler must not keep the event from the others, nor end the thread.
                 extra = {"gpu": event.gpu_uuid, "kind": event.kind.value}
                 log.exception("internal error while handling an NVML event", extra=extra)

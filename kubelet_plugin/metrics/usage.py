@@ -193,5 +193,5 @@ def usage_sampler(
         ClaimsAndPods(claims, machine),
         TotalsFile(settings.state_dir, stores.boot),
         settings.usage_interval or math.inf,
-        (FullPartitions(PodReader(api.client), api.events, stores.inventory, Clock()), idle),
+        (FullPartitions(PodReader(api.client), api.events, stores.inventory, Clock()).check, idle.check),
     )

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from driver.model.device import Monitor
 from driver.model.gpu_settings import NO_LAYOUTS, Layouts
-from driver.model.offer import DeviceKind, Offer
+from driver.model.offer import DeviceKind, Offer, parsed_offers
 from driver.model.plan import COUNTERS_FIELD, TAINTS_FIELD, OfferMode, PlanMode, PublishHeld
 from driver.model.shared_memory import SHARING_FIELD
 from driver.slices.build import PublishedGpu
@@ -177,7 +177,7 @@ class PlanFollower:
         if spec is None:  # no plan yet, or one for an earlier epoch
             return replace(policy, offers=frozenset(), unpublished=unpublished)
         kept = before - frozenset(spec.withdrawn)
-        policy = replace(policy, offers=spec.offered, listed=spec.listed_offers, kept=kept, closing=True)
+        policy = replace(policy, offers=spec.offered, listed=parsed_offers(spec.listed), kept=kept, closing=True)
         if spec.publish_held is PublishHeld.ALWAYS:
             return policy
         return replace(policy, publish_held=False, unpublished=unpublished)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
 
 from driver.clock import Clock, read_time, seconds_time
 from driver.errors import ApiError, HardwareError
@@ -94,15 +93,12 @@ Key = tuple[str, str]
 """Uid of a claim and name of one of its devices."""
 
 
-class UsageFollower(Protocol):
-    """A part that acts on every round of samples."""
-
-    def check(self, devices: Mapping[Key, MeasuredDevice]) -> float | None:
-        """Handle the devices of one round. Returns the seconds until the next check; None: none is needed."""
+UsageFollower = Callable[[Mapping[Key, MeasuredDevice]], float | None]
+"""Handles the devices of one round of samples. Returns the seconds until the next check; None: none is needed."""
 
 
 class IdleClaims:
-    """The prepared claims that use none of their devices (``UsageFollower``).
+    """The prepared claims that use none of their devices; ``check`` is a ``UsageFollower``.
 
     ``report``: what the plan's status says of them, and when. What claims that are in use do changes nothing in it.
     """
@@ -191,7 +187,7 @@ class UsageSampler:
         if to_sample:
             self._file.save({key: usage.totals for key, usage in devices.items()})
         due_in = min(self._due.values(), default=now + self._interval) - self._clock()
-        return max(0.0, min(due_in, *(follower.check(devices) or due_in for follower in self._followers)))
+        return max(0.0, min(due_in, *(follow(devices) or due_in for follow in self._followers)))
 
     def _current(self, now: float) -> dict[Key, MeasuredDevice]:
         """The devices of all prepared claims and of those that ended lately, with the time until ``now`` counted."""

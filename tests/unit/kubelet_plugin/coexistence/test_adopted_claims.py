@@ -464,7 +464,9 @@ def test_usage_counts_the_partition_under_its_old_name(nvidia: NvidiaNode) -> No
     node = nvidia.start()
     parts: Any = Unlabelled()
     reader = UsageReader(node.simulated.nvml, time.time)
-    sampler = UsageSampler(node.node, reader, parts, TotalsFile(nvidia.root / "state", ""), 15.0, (parts,), time.time)
+    sampler = UsageSampler(
+        node.node, reader, parts, TotalsFile(nvidia.root / "state", ""), 15.0, (parts.check,), time.time
+    )
     sampler.sample()
     [(key, usage)] = sampler.devices.items()
     assert key == ("uid-infer", partition_name(nvidia.gpus[0], partition))

@@ -43,11 +43,8 @@ class Heard:
         self.events.append(event)
 
 
-class Deaf:
-    """Fails at every event."""
-
-    def handle_event(self, event: GpuEvent) -> None:
-        raise KeyError(event)
+def fails_at(event: GpuEvent) -> None:
+    raise KeyError(event)
 
 
 @pytest.fixture
@@ -401,7 +398,9 @@ class TestHearing:
         heard = Heard()
         looking = threading.Thread(target=ill.look)
         looking.start()
-        with in_thread(NvmlEventListener(ill.node.host, heard).run, lambda: ill.node.simulated.faults.xid(2, 13)):
+        with in_thread(
+            NvmlEventListener(ill.node.host, heard.handle_event).run, lambda: ill.node.simulated.faults.xid(2, 13)
+        ):
             ill.node.simulated.faults.xid(2, 48)
             eventually(lambda: 48 in [event.xid for event in heard.events], "the XID is heard")
             assert looking.is_alive()
@@ -417,7 +416,9 @@ class TestHearing:
         ill.node.simulated.faults.slow(1, gpu=1)
         ill.look()
         heard = Heard()
-        with in_thread(NvmlEventListener(ill.node.host, heard).run, lambda: ill.node.simulated.faults.xid(2, 13)):
+        with in_thread(
+            NvmlEventListener(ill.node.host, heard.handle_event).run, lambda: ill.node.simulated.faults.xid(2, 13)
+        ):
             ill.node.simulated.faults.xid(2, 48)
             try:
                 eventually(lambda: 48 in [event.xid for event in heard.events], "the XID is heard")
@@ -457,7 +458,7 @@ class TestHearing:
         self, ill: HealthUnderTest, caplog: pytest.LogCaptureFixture
     ) -> None:
         heard = Heard()
-        listener = NvmlEventListener(ill.node.host, Deaf(), heard)
+        listener = NvmlEventListener(ill.node.host, fails_at, heard.handle_event)
         with in_thread(listener.run, lambda: ill.node.simulated.faults.xid(2, 13)):
             ill.node.simulated.faults.xid(2, 48)
             eventually(lambda: heard.events, "the XID is heard")

@@ -149,7 +149,7 @@ def test_an_event_makes_it_look_at_once(node: NodeUnderTest, monkeypatch: pytest
     monkeypatch.setattr("kubelet_plugin.inventory.scan.MIN_SCAN_INTERVAL_SECONDS", 0.0)
     monkeypatch.setattr("kubelet_plugin.inventory.scan.EVENT_TIMEOUT_SECONDS", 0.05)
     seen = threading.Event()
-    listener, changes = NvmlEventListener(node.host, node.scanner), ChangeNotifier()
+    listener, changes = NvmlEventListener(node.host, lambda _: node.scanner.scan_soon()), ChangeNotifier()
     changes.subscribe(NodeChange.HARDWARE, seen.set)
     loop = ScanLoop(node.scanner, node.node.inventory, (), changes)
     with in_thread(listener.run), in_thread(loop.run, node.scanner.scan_soon):

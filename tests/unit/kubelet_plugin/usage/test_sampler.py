@@ -84,7 +84,7 @@ class Node:
             parts,
             TotalsFile(self.root / "state", "boot"),
             INTERVAL,
-            (parts, self.idle),
+            (parts.check, self.idle.check),
             self.time,
         )
         self.registry = CollectorRegistry()
