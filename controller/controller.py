@@ -90,9 +90,7 @@ class Controller:
         self._rollout = ConfigRollout(client, settings.namespace, self._decided_from)
         # It works in a thread of its own, so it has an evictor of its own.
         preemptor = Evictor(client, self._recorder, RecentEvictions(client, settings.namespace), metrics)
-        self._preemptions = Preemptions(
-            client, self._queue, self.failure, preemptor, self._recorder, self._fence, settings.driver_name
-        )
+        self._preemptions = Preemptions(client, self._queue, self.failure, preemptor, self._recorder, self._fence)
         self._explain = ExplainStage(client, settings, self._cache, self._fence, self._recorder, metrics)
         self._timed = (self._choose, self._admit, self._write, self._explain.finder)
         """The parts whose result may change by time alone."""

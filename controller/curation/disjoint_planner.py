@@ -19,7 +19,7 @@ from controller.curation.offer_draft import STICKINESS, OfferDraft
 from controller.curation.overdue_claims import OverdueClaims
 from controller.curation.planner import PlannedOffers
 from controller.curation.ranked_fleet import FleetPlace, RankedFleet
-from controller.curation.reservation import Reservations, Reserved, without
+from controller.curation.reservation import Reservations, without
 from controller.curation.shared_offers import SharedRoom
 from controller.demand.demand import Eligible
 from controller.demand.device_search import Budget, choose_devices
@@ -66,14 +66,14 @@ class DisjointPlanner:
         queue: Queue,
         published: Collection[Offer],
         preferred_nodes: Mapping[str, Nodes],
-        reserved: Reserved | None = None,
+        reserved: Collection[str] = (),
     ) -> PlannedOffers:
         """The plan, which depends on the arguments only. ``published`` are the present offers.
 
         ``preferred_nodes``: by key of an overdue claim (``controller.curation.overdue_claims``), the nodes on which to
         plan its devices; ignored if the pod can run on no node that all of its overdue claims prefer.
         """
-        fleet = without(queue.feasibility.fleet, reserved.gpus if reserved else ())
+        fleet = without(queue.feasibility.fleet, reserved)
         ranked = self._ranked
         if ranked is None or ranked.fleet is not fleet:
             ranked = self._ranked = RankedFleet(fleet, self._ranking, ranked)

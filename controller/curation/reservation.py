@@ -13,8 +13,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
+from controller.cluster.claim_index import PoolDevice, gpu_of
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.device_search import Budget, choose_devices
 from controller.demand.pending_claims import Queue
@@ -24,55 +24,50 @@ from driver.kube.types import Key, Pod
 from driver.model.device import Device
 from driver.model.offer import Offer
 from driver.placement.occupancy import overlap
+from driver.slices.slice_names import Pool
 
 WAIT_SECONDS = 120.0
 """Time after which a pod that could run on empty GPUs gets a reservation."""
 
 
-class Reserved(NamedTuple):
-    """``gpus`` by UUID are kept free for ``pod``."""
-
-    pod: Key
-    gpus: frozenset[str]
-
-
 class Reservations:
-    """Remembers since when pods have no room; a new leader starts from zero."""
+    """Remembers since when pods have no room; a new leader starts from zero. ``update`` returns the reserved GPUs."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._since: dict[Key, float] = {}
-        self._reserved: Reserved | None = None
+        self._reserved: dict[Key, frozenset[str]] = {}
+        """The GPUs by UUID that are kept free for a pod, which is one at most."""
 
     @property
     def next_s(self) -> float | None:
         """Seconds until a pod may get a reservation; None if none waits for one."""
-        if not self._since or self._reserved is not None:
+        if not self._since or self._reserved:
             return None
         return max(1.0, min(self._since.values()) + WAIT_SECONDS - self._clock())
 
-    def update(self, queue: Queue) -> Reserved | None:
-        now = self._clock()
+    def update(self, queue: Queue) -> frozenset[str]:
+        now, present = self._clock(), queue.feasibility.fleet.gpus.keys()
         waiting = [pod for pod in queue.pods if not _has_room(queue, pod)]
         self._since = {pod.metadata.key: self._since.get(pod.metadata.key, now) for pod in waiting}
-        if self._reserved is not None and self._reserved.pod not in self._since:
-            self._reserved = None
-        if self._reserved is None or not self._reserved.gpus <= queue.feasibility.fleet.gpus.keys():
+        kept = self._reserved.items()
+        self._reserved = {pod: gpus for pod, gpus in kept if pod in self._since and gpus <= present}
+        if not self._reserved:
             overdue = (pod for pod in waiting if now - self._since[pod.metadata.key] >= WAIT_SECONDS)
             self._reserved = _reservation(queue, overdue)
-        return self._reserved
+        return frozenset[str]().union(*self._reserved.values())
 
 
-def overdue_reservation(queue: Queue, clock: Clock) -> Reserved | None:
-    """The reservation of a leader that has seen all pending pods since they were created."""
+def overdue_reservation(queue: Queue, clock: Clock) -> frozenset[str]:
+    """The GPUs that a leader reserves that has seen all pending pods since they were created."""
     ages = ((pod, clock.seconds_since(pod.metadata.creation_timestamp)) for pod in queue.pods)
-    return _reservation(queue, (pod for pod, age in ages if age >= WAIT_SECONDS and not _has_room(queue, pod)))
+    overdue = (pod for pod, age in ages if age >= WAIT_SECONDS and not _has_room(queue, pod))
+    return frozenset[str]().union(*_reservation(queue, overdue).values())
 
 
-def _reservation(queue: Queue, overdue: Iterable[Pod]) -> Reserved | None:
+def _reservation(queue: Queue, overdue: Iterable[Pod]) -> dict[Key, frozenset[str]]:
     """For the first pod that could run on empty GPUs."""
-    reservations = (Reserved(pod.metadata.key, _emptiest(queue, pod)) for pod in overdue)
-    return next((reserved for reserved in reservations if reserved.gpus), None)
+    return next(({pod.metadata.key: gpus} for pod in overdue if (gpus := _emptiest(queue, pod))), {})
 
 
 def without(fleet: Fleet, gpus: Collection[str]) -> Fleet:
@@ -80,19 +75,31 @@ def without(fleet: Fleet, gpus: Collection[str]) -> Fleet:
     return fleet.changed(replace(fleet.gpus[uuid], uses=frozenset()) for uuid in gpus) if gpus else fleet
 
 
+def whole_gpu(gpu: FleetGpu, driver: str) -> PoolDevice:
+    """``gpu`` as reservations name it."""
+    return PoolDevice(Pool(gpu.node, driver).name, f"gpu-{gpu.number}")
+
+
+def reserved_gpus(queue: Queue, reservations: Mapping[PoolDevice, frozenset[str]]) -> dict[str, frozenset[str]]:
+    """By UUID of each GPU that entries of the fence reserve, the UIDs of the pods and claims for which they do."""
+    fleet, driver = queue.feasibility.fleet, queue.feasibility.matching.driver
+    uids = {gpu_of(entry): of for entry, of in reservations.items()}
+    pools = {gpu.pool for gpu in uids}
+    gpus = (gpu for node in fleet.nodes if Pool(node, driver).name in pools for gpu in fleet.nodes[node])
+    return {gpu.gpu.uuid: uids[name] for gpu in gpus if (name := whole_gpu(gpu, driver)) in uids}
+
+
 def devices_for(queue: Queue, reserved: Mapping[str, Collection[str]]) -> dict[str, list[Offer]]:
     """By key of the claim, what it may have of the GPUs that are reserved for it or its pods, next to what is held.
 
     ``reserved``: by UUID of the GPU, the UIDs of such pods and claims.
     """
-    feasibility, devices, gpus_of = queue.feasibility, dict[str, list[Offer]](), dict[str, list[FleetGpu]]()
-    for uuid, uids in reserved.items():
-        for uid in uids:
-            gpus_of.setdefault(uid, []).append(feasibility.fleet.gpus[uuid])
+    feasibility, devices = queue.feasibility, dict[str, list[Offer]]()
     for pending in queue.pending:
-        uids = gpus_of.keys() & pending.uids
-        selectors = {request.selector for request in queue.requests(pending)} if uids else set[Selector]()
-        for gpu in (gpu for uid in uids for gpu in gpus_of[uid] if selectors):
+        uids = pending.uids
+        gpus = [feasibility.fleet.gpus[uuid] for uuid, of in reserved.items() if not uids.isdisjoint(of)]
+        selectors = {request.selector for request in queue.requests(pending)} if gpus else set[Selector]()
+        for gpu in gpus if selectors else ():
             by_kind = (feasibility.kinds(selector, frozenset({gpu.node})) for selector in selectors)
             kinds = [kind for gpus in by_kind for kind, alike in gpus.items() if gpu.gpu.uuid in alike]
             spots = (device.spot for device in gpu.devices if gpu.state.admits(device.spot))

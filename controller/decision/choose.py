@@ -7,14 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from controller.cluster.claim_index import RESERVED, PoolDevice, gpu_of, reservations_in
+from controller.cluster.claim_index import PoolDevice
 from controller.curation.counters_planner import CountersPlanner
 from controller.curation.disjoint_planner import DisjointPlanner
 from controller.curation.listed_devices import ListedDevices
 from controller.curation.planner import OfferPlanner, PlannedOffers
-from controller.curation.reservation import apart, devices_for, without
+from controller.curation.reservation import apart, devices_for, reserved_gpus, without
 from controller.decision.read import DecisionInput, NodeStates
-from controller.demand.feasibility import Feasibility
 from controller.demand.pending_claims import Queue
 from controller.demand.queued_workload_claims import queued_needs
 from controller.fence.fenced_devices import FencedDevices
@@ -129,14 +128,13 @@ class ChooseStage:
         plans, devices = seen.snapshot.plans, seen.devices
         refusing, gpus = seen.nodes.refusing, seen.fleet.gpus
         announced = {offer for offer in devices.unpublished(plans) if gpus[offer.gpu].node not in refusing}
-        entries, queue = [entry for entry in tuple(self._fenced.devices) if RESERVED in entry.device], seen.queue
-        reserved = _reserved_gpus(seen, entries) if entries else {}
-        self._is_reserved, kept = bool(reserved), dict[str, list[Offer]]()
+        reservations, queue, kept = self._fenced.reservations, seen.queue, dict[str, list[Offer]]()
+        reserved = reserved_gpus(queue, reservations) if reservations else {}
+        self._is_reserved = bool(reserved)
         if reserved:
-            kept, present = devices_for(queue, reserved), queue.feasibility
+            kept = devices_for(queue, reserved)
             kept = kept if seen.mode is OfferMode.COUNTERS else apart(queue, kept, devices.offered)
-            others = Feasibility(without(present.fleet, reserved), present.matching, is_hypothetical=True)
-            queue = queue.with_feasibility(others)
+            queue = queue.on(without(seen.fleet, reserved))
         planned = self._planner.plan(queue, devices, announced)
         planned = planned.including(kept) if kept else planned
         nominated = self._nominated.update(seen.queue, devices.offered)
@@ -152,16 +150,3 @@ class ChooseStage:
             wanted=frozenset(devices.offerable({*planned.offers, *nominated}, plans)),
             listed=frozenset(devices.offerable(listed, plans)),
         )
-
-
-def _reserved_gpus(seen: DecisionInput, entries: Iterable[PoolDevice]) -> dict[str, frozenset[str]]:
-    """By UUID of each GPU that ``entries`` of the fence reserve, for which pods and claims (UIDs)."""
-    uids = {gpu_of(entry): of for entry, of in reservations_in(entries).items()}
-    pools = {device.pool for device in uids}
-    nodes = {view.name: view.pool for view in seen.snapshot.views if view.pool in pools}
-    return {
-        gpu.gpu.uuid: uids[device]
-        for node, pool in nodes.items()
-        for gpu in seen.fleet.nodes.get(node, ())
-        if (device := PoolDevice(pool, f"gpu-{gpu.number}")) in uids
-    }

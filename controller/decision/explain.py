@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from controller.cluster.cache import ClusterCache, Snapshot
+from controller.cluster.claim_index import gpu_of
 from controller.cluster.node_views import UnreportedNodes
 from controller.cluster.unheld_devices import UnheldDevices
 from controller.decision.choose import ChosenOffers, WaitsFor
 from controller.decision.read import DecisionInput
-from controller.demand.feasibility import Feasibility
 from controller.demand.pending_claims import Queue
 from controller.demand.queued_workload_claims import WorkloadQueue
 from controller.explain.events import EventReporter, written_events
@@ -76,7 +76,7 @@ class ExplainStage:
         situation = Situation(
             queue=seen.queue,
             offered=seen.devices.allocatable(self._fence.fenced.devices),
-            fenced=tuple(self._fence.fenced.devices),
+            reserved={gpu_of(entry): uids for entry, uids in self._fence.fenced.reservations.items()},
             unpublished=seen.devices.unpublished(seen.snapshot.plans),
             silent=seen.nodes.silent,
             refusing=seen.nodes.refusing,
@@ -101,9 +101,8 @@ def decided_view(
     reads: ClusterReads,
 ) -> ClusterView:
     """The view of a decision, for another thread, whose results the next decision does not remember."""
-    present = queue.feasibility
-    apart = queue.with_feasibility(Feasibility(present.fleet, present.matching, is_hypothetical=True))
-    return ClusterView(snapshot, present.fleet, devices, apart, decided=reasons, reads=reads)
+    fleet = queue.feasibility.fleet
+    return ClusterView(snapshot, fleet, devices, queue.on(fleet), decided=reasons, reads=reads)
 
 
 class WorkloadReasons:

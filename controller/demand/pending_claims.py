@@ -159,6 +159,10 @@ class Queue:
             vars(queue).pop(cached, None)
         return queue
 
+    def on(self, fleet: Fleet) -> Queue:
+        """The same claims on another ``fleet``; later decisions do not remember what is found out there."""
+        return self.with_feasibility(Feasibility(fleet, self.feasibility.matching, is_hypothetical=True))
+
     def requirements(self, pending: PendingClaim) -> tuple[ClaimRequirements, ...] | RefusedRequest:
         """The requirements for each combination of alternatives.
 
@@ -318,6 +322,10 @@ class Queue:
     def holders(self) -> Holders:
         """The claims to which each device is allocated."""
         return allocated_on(self.feasibility.fleet.nodes, self.cluster.claims, self.feasibility.matching.driver)
+
+    def claims_on(self, node: str) -> set[str]:
+        """The claims with devices on the GPUs of ``node``, by name."""
+        return set(holders_of(self.feasibility.fleet.nodes[node], self.holders))
 
     def combinations(self, pod: Pod) -> Iterator[ClaimRequirements]:
         """The joint requirements of a pod's claims, for each combination; none where one of them was refused."""

@@ -67,9 +67,6 @@ class Protection(NamedTuple):
     rule: ProtectionRule
     reason: str
 
-    def __str__(self) -> str:
-        return self.reason
-
 
 ADMIN_ACCESS = Protection(ProtectionRule.ADMIN_ACCESS, "it has adminAccess")
 """Why the pods of such a claim are not evicted."""
@@ -205,7 +202,7 @@ class Evictor:
         recent: RecentEvictions,
         metrics: ControllerMetrics | None = None,
     ) -> None:
-        self._client, self._recorder, self._metrics = client, recorder, metrics
+        self.client, self._recorder, self._metrics = client, recorder, metrics
         self.recent = recent
 
     def consumers(self, claim: Claim) -> list[Pod]:
@@ -218,33 +215,33 @@ class Evictor:
         for consumer in claim.pod_consumers:
             # A name that no pod can have is left out: it could lead elsewhere.
             if SUBDOMAIN.fullmatch(consumer.name):
-                pod = find_pod(self._client, Key(claim.metadata.namespace, consumer.name))
+                pod = find_pod(self.client, Key(claim.metadata.namespace, consumer.name))
                 # A later pod of the same name has nothing to do with it.
                 if pod is not None and pod.metadata.uid == consumer.uid and claim.metadata.key in pod.claims:
                     pods.append(pod)
         return pods
 
     def protection(self, pods: Sequence[Pod], read: dict[str, Any] | None = None) -> Protection | None:
-        """Why ``pods``, which are of one namespace, must not be evicted together, or None.
+        """Why ``pods`` must not be evicted together, or None.
 
         ``read``: what was read before, by path; it grows. Raises ApiError: what can not be read protects, too.
         """
-        read = {} if read is None else read
-        if not pods:
-            return None
+        read, namespaces = {} if read is None else read, sorted({pod.metadata.namespace for pod in pods})
+        if len(namespaces) != 1:
+            of_each = ([pod for pod in pods if pod.metadata.namespace == namespace] for namespace in namespaces)
+            return next(filter(None, (self.protection(of_namespace, read) for of_namespace in of_each)), None)
         for pod in pods:
             if (protected := own_protection(pod)) is not None:
                 return protected
-        namespace = pods[0].metadata.namespace
         owners = [owner for pod in pods if (owner := pod.controller) is not None]
         for owner in dict.fromkeys(owners):
             if (limit := self.owner_limit(owner, pods)) is not None:
                 return Protection(ProtectionRule.OWNER_LIMIT, limit)
             if (protected := self._job_protection(owner, pods, read)) is not None:
                 return protected
-        path = f"/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets"
+        path = f"/apis/policy/v1/namespaces/{namespaces[0]}/poddisruptionbudgets"
         if path not in read:
-            read[path] = list(read_all(self._client, path, DisruptionBudget))
+            read[path] = list(read_all(self.client, path, DisruptionBudget))
         budgets: list[DisruptionBudget] = read[path]
         protecting = sorted(budget.metadata.name for budget in budgets if budget.protects(pods))
         reason = f"PodDisruptionBudget {protecting[0]} forbids it" if protecting else None
@@ -257,7 +254,7 @@ class Evictor:
             return None
         path = f"/apis/batch/v1/namespaces/{pods[0].metadata.namespace}/jobs/{owner.name}"
         if path not in read:
-            read[path] = read_object(self._client, path, JOB)
+            read[path] = read_object(self.client, path, JOB)
         job: Job = read[path]
         # The Job's controller may not have counted the last ones yet.
         if job.goes_on(sum(self._of_owner(owner, pods))):
@@ -286,12 +283,12 @@ class Evictor:
             owner = pod.controller
             key = _owner_key(metadata.namespace, owner) if owner is not None else ""
             self.recent.add(pod, key, trigger or "drain", **cause)
-            present = find_pod(self._client, metadata.key)
+            present = find_pod(self.client, metadata.key)
             if present is None or present.metadata.uid != metadata.uid or present.metadata.deletion_timestamp:
                 self.recent.discard(pod)
                 return False
         try:
-            self._client.create(f"{_path(metadata.namespace, metadata.name)}/eviction", body)
+            self.client.create(f"/api/v1/namespaces/{metadata.namespace}/pods/{metadata.name}/eviction", body)
         except ApiError as error:
             if not is_rehearsal and error.status is not None and error.status < SERVER_ERROR:
                 self.recent.discard(pod)  # otherwise it may have been evicted all the same
@@ -355,7 +352,3 @@ def _owner_key(namespace: str, owner: OwnerReference) -> str:
 
 def pod_reference(pod: Pod) -> Reference:
     return Reference("Pod", pod.metadata.name, pod.metadata.namespace, pod.metadata.uid)
-
-
-def _path(namespace: str, name: str) -> str:
-    return f"/api/v1/namespaces/{namespace}/pods/{name}"

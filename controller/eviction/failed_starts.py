@@ -190,7 +190,7 @@ class FailedStarts:
             return True
         protected = ADMIN_ACCESS if claim.has_admin_access else self._evictor.protection(pods)
         if protected is not None:
-            self._tell(claim, pods, f"{cause}; its pod is not evicted: {protected}")
+            self._tell(claim, pods, f"{cause}; its pod is not evicted: {protected.reason}")
             for _ in pods:
                 self._evictor.count(Trigger.FAILED_START, Outcome.PROTECTED)
             return False

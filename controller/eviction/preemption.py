@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from functools import partial
-from itertools import chain
 from math import inf, isfinite
 from typing import NamedTuple
 
+from controller.cluster.fleet import FleetGpu
 from controller.demand.device_search import slices_of
 from controller.demand.feasibility import Feasibility
 from controller.demand.node_eligibility import AntiAffinity
@@ -21,7 +21,7 @@ from controller.demand.pending_claims import IMPLICIT, Queue, classes_by_resourc
 from controller.demand.pod_requests import RequestedAmount, requested, total
 from controller.eviction.evictor import ADMIN_ACCESS, Job, own_protection
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, ReclaimRules, seconds_of
-from controller.eviction.victim_search import EvictionCost, Preemption, Tries, VictimUnit, as_set, cheapest_victims
+from controller.eviction.victim_search import EvictionCost, Preemption, Tries, VictimUnit, beats, cheapest_set, cost_of
 from controller.explain.sources.moves import Move
 from controller.explain.sources.no_free_device import Reasoning
 from driver.clock import Clock, read_time
@@ -50,15 +50,6 @@ class SparedPods(NamedTuple):
     reason: str
 
 
-class HeldPart(NamedTuple):
-    """What a claim has of a GPU: ``part`` of its memory, which are so many ``slices``."""
-
-    gpu: str
-    node: str
-    part: float
-    slices: float
-
-
 class RunningPods:
     """The pods of the cluster that are bound to nodes, the claims that they use, and what each node can give to pods.
 
@@ -75,7 +66,7 @@ class RunningPods:
     ) -> None:
         self.pods = {pod.metadata.key: pod for pod in pods if pod.status.phase not in HAS_ENDED}
         self.uids = frozenset(pod.metadata.uid for pod in self.pods.values())
-        self._claims = {str(claim.metadata.key): claim for claim in claims}
+        self.claims = {str(claim.metadata.key): claim for claim in claims}
         nodes = list(nodes)
         self._allocatable = {node.metadata.name: node.status.allocatable for node in nodes}
         self._jobs = {job.metadata.uid for job in jobs if job.is_gang}
@@ -104,12 +95,9 @@ class RunningPods:
         """What ``pod`` has in common with those that it works with: its owner, gang and claims."""
         return frozenset({(pod.metadata.namespace, pod.controller), self.gang_of(pod), *pod.claims}) - {None}
 
-    def claim(self, name: str) -> Claim | None:
-        return self._claims.get(name)
-
     def consumers(self, name: str) -> Iterator[Pod]:
         """The pods that a claim is reserved for."""
-        claim = self._claims.get(name)
+        claim = self.claims.get(name)
         for consumer in claim.pod_consumers if claim is not None else ():
             pod = self.pods.get(Key(name.partition("/")[0], consumer.name))
             if pod is not None and pod.metadata.uid == consumer.uid:
@@ -122,7 +110,8 @@ class RunningPods:
 
     def classes(self, pod: Pod) -> frozenset[str]:
         """The DeviceClasses of a pod's claims."""
-        return frozenset(name for key in pod.claims if (claim := self.claim(str(key))) for name in claim.class_names)
+        claims = (self.claims.get(str(key)) for key in pod.claims)
+        return frozenset(name for claim in claims if claim is not None for name in claim.class_names)
 
     def idle_since(self, pod: Pod) -> int | None:
         """Since when all claims of ``pod`` are idle, at the earliest since it became Ready; None: not, or unknown."""
@@ -198,8 +187,8 @@ class VictimRules:
 
     def why_spared(self, names: Iterable[str], pods: Sequence[Pod]) -> str | None:
         """Why these pods are not evicted together; None: they may be."""
-        claims = {name: self._running.claim(name) for name in sorted(names)}
-        for name, claim in claims.items():
+        for name in sorted(names):
+            claim = self._running.claims.get(name)
             if claim is not None and claim.has_admin_access:
                 return ADMIN_ACCESS.reason
             if claim is not None and len(list(self._running.consumers(name))) < len(claim.status.reserved_for):
@@ -252,16 +241,13 @@ class PreemptionSearch:
         self.queue, self.pod, self.running, self._clock = queue, pod, running, clock
         by_class = classes_by_resource(queue.cluster.classes).keys()
         self._resources = sorted(name for name in pod.spec.resource_names - by_class if not name.startswith(IMPLICIT))
-        self._claims_on: dict[str, set[str]] = {}
-        for (node, _), claims in queue.holders.items():
-            self._claims_on.setdefault(node, set()).update(claims)
-        self._parts: dict[str, list[HeldPart]] = {}
+        self._parts: dict[str, list[tuple[FleetGpu, float]]] = {}
+        """By claim, the GPUs of which it has something, and how many memory slices."""
         for entry in queue.feasibility.fleet:
             for device, claims in held_with_claims(entry, queue.holders):
-                slices = slices_of(entry.state, device.spot.kind, device.spot.at)
-                part = HeldPart(entry.gpu.uuid, entry.node, slices / entry.state.geometry.slices, slices)
                 for claim in claims:
-                    self._parts.setdefault(claim, []).append(part)
+                    slices = slices_of(entry.state, device.spot.kind, device.spot.at)
+                    self._parts.setdefault(claim, []).append((entry, slices))
         self._alternatives, self._tries = list(queue.combinations(pod)), Tries()
         self._free, self._candidates = self._able(queue.feasibility), sorted(self._able(queue.feasibility.unheld))
 
@@ -296,14 +282,13 @@ class PreemptionSearch:
         self.short_of = {node: lack for node, units in self._units_of.items() if (lack := self._lacking(node, units))}
         return self._cheapest_of(self._units_of.items())
 
-    def second(self, best: Preemption) -> tuple[str, EvictionCost] | None:
-        """Node and cost of the cheapest set that is found next to ``best``, the last one's result, on its node one
-        without one of its units; None: there is none."""
+    def second(self, best: Preemption) -> Preemption | None:
+        """The cheapest set that is found next to ``best``, the last one's result, on its node one without one of its
+        units; None: there is none."""
         node, units = best.node, self._units_of[best.node]
         others = [(name, of_node) for name, of_node in self._units_of.items() if name != node]
-        others += [(node, [other for other in units if other is not unit]) for unit in best.victims.units]
-        second = self._cheapest_of(others)
-        return None if second is None else (second.node, second.victims.cost)
+        others += [(node, [other for other in units if other is not unit]) for unit in best.units]
+        return self._cheapest_of(others)
 
     def _able(self, feasibility: Feasibility) -> set[str]:
         """The nodes with devices for the pod. One that has them free and lacks CPU is the scheduler's."""
@@ -315,17 +300,13 @@ class PreemptionSearch:
         every, best = len(self.queue.feasibility.fleet.gpus), None
         counts = [[request.count or every for request in needed.requests] for needed in self._alternatives]
         # The nodes on which even all units cost little come first: on most of the others one alone costs more, then.
-        for node, units in sorted(nodes, key=lambda pair: as_set(pair[1]).cost):
-            is_better = partial(_is_better, best, node)
-            if any(is_better(unit.cost) for unit in units):
+        for node, units in sorted(nodes, key=lambda pair: cost_of(pair[1])):
+            if any(beats(unit.cost, node, best) for unit in units):
                 is_short = self._lacking(node, ()) is not None
                 is_enough = partial(self._is_enough, node, checks_resources=is_short)
                 devices = 0 if is_short else max(map(sum, counts))
-                victims = cheapest_victims(units, devices, is_enough, self._tries, is_better)
-                best = best if victims is None else Preemption(node, victims)
-        if best is None or self._tries.remaining > 0:
-            return best
-        return best._replace(victims=best.victims._replace(is_cheapest=False))
+                best = cheapest_set(node, units, devices, is_enough, self._tries, best)
+        return None if best is None else best._replace(is_cheapest=self._tries.remaining > 0)
 
     def _is_enough(self, node: str, gone: Collection[VictimUnit], *, checks_resources: bool) -> bool:
         gone = (*gone, *self._going.get(node, ()))
@@ -347,7 +328,7 @@ class PreemptionSearch:
 
     def _units(self, node: str) -> Iterator[VictimUnit]:
         """The units of pods that can be evicted on ``node``; a unit may have pods and claims on other nodes, too."""
-        remaining = set(self._claims_on.get(node, ()))
+        remaining = self.queue.claims_on(node)
         while remaining:
             claims, pods = self.running.together(min(remaining))
             remaining -= claims
@@ -361,32 +342,31 @@ class PreemptionSearch:
 
     def _ending(self, node: str, seconds: float) -> Iterator[VictimUnit]:
         """The claims of ``node`` that are deallocated once their pods have ended, within so many seconds at most."""
-        for name in self._claims_on.get(node, ()):
-            claim, pods = self.running.claim(name), list(self.running.consumers(name))
+        for name in self.queue.claims_on(node):
+            claim, pods = self.running.claims.get(name), list(self.running.consumers(name))
             ends = [abs(self._clock.seconds_since(pod.metadata.deletion_timestamp)) for pod in pods]
             users = claim.status.reserved_for if claim is not None and claim.status.allocation is not None else None
             by_pods = users and all(user.resource == "pods" for user in users)
             if users is None or (by_pods and max(ends, default=0) < seconds):
-                gpus = frozenset(part.gpu for part in self._parts.get(name, ()) if part.node == node)
+                gpus = frozenset(gpu.gpu.uuid for gpu, _ in self._parts.get(name, ()) if gpu.node == node)
                 yield VictimUnit(tuple(str(pod.metadata.key) for pod in pods), frozenset({name}), gpus, EvictionCost())
 
     def _unit(self, node: str, names: tuple[str, ...], claims: frozenset[str], pods: Sequence[Pod]) -> VictimUnit:
-        parts = {claim: self._parts.get(claim, []) for claim in claims}
+        parts = [(claim, gpu, slices) for claim in claims for gpu, slices in self._parts.get(claim, ())]
         hours = dict.fromkeys(claims, 0.0)
         for pod in pods:
             saved = self._hours_since_saved(pod)
             hours |= {claim: max(saved, hours.get(claim, 0.0)) for claim in map(str, pod.claims)}
-        every = list(chain.from_iterable(parts.values()))
         idle = [seconds for pod in pods if (seconds := self.rules.idle_seconds(pod)) is not None]
         cost = EvictionCost(
             priority=max(pod.spec.priority for pod in pods),
             busy=len(pods) - len(idle),
             pods=len(pods),
             recency=sum(max(0, MONTH_SECONDS - seconds) for seconds in idle),
-            gpu_hours=round(sum(part.part * hours[claim] for claim, of in parts.items() for part in of), 3),
-            slices=sum(part.slices for part in every),
+            gpu_hours=round(sum(slices / gpu.state.geometry.slices * hours[claim] for claim, gpu, slices in parts), 3),
+            slices=sum(slices for _, _, slices in parts),
         )
-        return VictimUnit(names, claims, frozenset(part.gpu for part in every if part.node == node), cost)
+        return VictimUnit(names, claims, frozenset(gpu.gpu.uuid for _, gpu, _ in parts if gpu.node == node), cost)
 
     def _hours_since_saved(self, pod: Pod) -> float:
         """Hours since the pod started or, if that was later, since it says that its work was saved."""
@@ -394,7 +374,3 @@ class PreemptionSearch:
         with suppress(ValueError, TypeError):
             ages.append(self._clock.seconds_since(pod.metadata.annotations.checkpointed_at or None))
         return max(0.0, seconds) / 3600 if isfinite(seconds := min(ages)) else 0.0
-
-
-def _is_better(best: Preemption | None, node: str, cost: EvictionCost) -> bool:
-    return best is None or (cost, node) < (best.victims.cost, best.node)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import groupby
 from typing import Any, NamedTuple
 
-from controller.eviction.evictor import Evictor, Job, Trigger
+from controller.eviction.evictor import Evictor, Job, Trigger, owner_limit
 from controller.eviction.gpu_policy import GpuPolicy
 from controller.eviction.preemption import PreemptionSearch, RunningPods
 from controller.eviction.victim_search import Preemption
@@ -65,7 +63,7 @@ class ChosenVictims(NamedTuple):
 
     @classmethod
     def of(cls, search: PreemptionSearch, preemption: Preemption) -> ChosenVictims:
-        pods, rules = search.running.of_units(preemption.victims.units), search.rules
+        pods, rules = search.running.of_units(preemption.units), search.rules
         victims = [(victim, policy) for victim in pods if (policy := rules.policy(victim)) is not None]
         idle = frozenset(victim.metadata.uid for victim in pods if rules.why_busy_spared(victim) is not None)
         return cls(search.pod, preemption, victims, idle, search.moves, search.running.uids)
@@ -86,12 +84,8 @@ class ChosenVictims(NamedTuple):
         by_rules = Trigger.REPACK if self.moves else Trigger.PREEMPTION
         return Trigger.RECLAIM if victim.metadata.uid in self.idle else by_rules
 
-    @property
-    def policies(self) -> list[GpuPolicy]:
-        return list({policy.metadata.name: policy for _, policy in self.victims}.values())
-
     def described(self) -> str:
-        pod, cost, names = self.pod, self.preemption.victims.cost, self.names
+        pod, cost, names = self.pod, self.preemption.cost, self.names
         idle = cost.pods - cost.busy
         more = f" and {len(names) - SHOWN_PODS} more" if len(names) > SHOWN_PODS else ""
         mode = "these are evicted" if self.is_active else "in the mode Active these would be evicted"
@@ -143,39 +137,31 @@ def read_idle_since(client: KubeClient) -> dict[tuple[str, str], int]:
     return idle_since
 
 
-def preview_of(client: KubeClient, search: PreemptionSearch, evictor: Evictor) -> Preview:
-    """The pods that ``evictor`` would evict for that of ``search``. None is evicted. Raises ApiError."""
-    return preview_with(partial(protection_of, evictor, read={}), partial(_unexamined, client), search)
+def preview_of(search: PreemptionSearch, evictor: Evictor | None) -> Preview:
+    """The pods that ``evictor`` would evict for that of ``search``. None is evicted. Raises ApiError.
 
-
-def preview_with(
-    protection: Callable[[Sequence[Pod]], str | None],
-    unexamined: Callable[[Pod], Sequence[str]],
-    search: PreemptionSearch,
-) -> Preview:
-    """The same where ``protection`` says why pods must not be evicted together, such as a PodDisruptionBudget.
-
-    Units that are protected are left out; if only all units together are, the one that costs most.
+    Units that are protected, such as by a PodDisruptionBudget, are left out; if only all units together are, the one
+    that costs most. Without an ``evictor``, since there is no API server, only its limits protect pods.
     """
-    obstacle, fields, running = search.obstacle(), [*unexamined(search.pod), *_of_other_drivers(search)], search.running
-    asked = set[tuple[str, ...]]()
+    obstacle, running, read = search.obstacle(), search.running, dict[str, Any]()
+    fields, asked = [*_unexamined(evictor, search.pod), *_of_other_drivers(search)], set[tuple[str, ...]]()
     for _ in range(MAX_ROUNDS if obstacle is None else 0):
         preemption, protected = search.best(), dict[tuple[str, ...], str]()
-        units = sorted(preemption.victims.units, key=lambda unit: unit.cost) if preemption is not None else []
+        units = sorted(preemption.units, key=lambda unit: unit.cost) if preemption is not None else []
         for unit in units:
             pods = running.of_units([unit])
-            if (why := protection(pods)) is not None:
+            if (why := protection_of(evictor, pods, read)) is not None:
                 protected[unit.pods] = why
-            elif search.moves and (hidden := [field for moved in pods for field in unexamined(moved)]):
+            elif search.moves and (hidden := [field for moved in pods for field in _unexamined(evictor, moved)]):
                 protected[unit.pods] = f"what {', '.join(hidden)} of it mean for another node is not examined"
-        if units and not protected and (why := protection(running.of_units(units))) is not None:
+        if units and not protected and (why := protection_of(evictor, running.of_units(units), read)) is not None:
             protected[units[-1].pods] = f"{why} together with others"
         if not protected:
             return Preview(None, preemption, search, fields)
         others = sorted((unit for unit in running.units.values() if unit.pods not in asked), key=lambda unit: unit.cost)
         for unit in others[:MAX_ASKED]:  # else there would be a search for each
             asked.add(unit.pods)
-            if (why := protection(running.of_units([unit]))) is not None:
+            if (why := protection_of(evictor, running.of_units([unit]), read)) is not None:
                 protected[unit.pods] = why
         search.protected |= protected
     return Preview(obstacle, None, search, fields)
@@ -190,25 +176,23 @@ def _of_other_drivers(search: PreemptionSearch) -> Sequence[str]:
     return () if all(met) else (OTHERS,)
 
 
-def protection_of(evictor: Evictor, pods: Iterable[Pod], read: dict[str, Any] | None = None) -> str | None:
-    """Why ``pods``, which are in the order of their namespaces, must not be evicted together, or None.
-
-    ``read``: as for ``Evictor.protection``.
-    """
-    for _, of_namespace in groupby(pods, key=lambda pod: pod.metadata.namespace):
-        try:
-            protection = evictor.protection(list(of_namespace), read)
-        except ApiError as error:
-            return f"what protects it can't be read: {error}"
-        if protection is not None:
-            return protection.reason
-    return None
+def protection_of(evictor: Evictor | None, pods: Iterable[Pod], read: dict[str, Any] | None = None) -> str | None:
+    """Why ``pods`` must not be evicted together, or None. ``read``: as for ``Evictor.protection``."""
+    if evictor is None:
+        counts = Counter(pod.controller for pod in pods).items()
+        return next(filter(None, (owner_limit(owner, 0, count) for owner, count in counts if owner is not None)), None)
+    try:
+        protection = evictor.protection(list(pods), read)
+    except ApiError as error:
+        return f"what protects it can't be read: {error}"
+    return None if protection is None else protection.reason
 
 
-def _unexamined(client: KubeClient, pod: Pod) -> list[str]:
+def _unexamined(evictor: Evictor | None, pod: Pod) -> list[str]:
     """The fields of ``pod`` that may keep it from a node and that are not examined."""
     namespace, name = pod.metadata.key
-    spec: dict[str, Any] = (client.find(f"/api/v1/namespaces/{namespace}/pods/{name}") or {}).get("spec") or {}
+    written = evictor.client.find(f"/api/v1/namespaces/{namespace}/pods/{name}") if evictor is not None else None
+    spec: dict[str, Any] = (written or {}).get("spec") or {}
     affinity, spread = spec.get("affinity") or {}, spec.get("topologySpreadConstraints") or ()
     containers = [*(spec.get("containers") or ()), *(spec.get("initContainers") or ())]
     present = {

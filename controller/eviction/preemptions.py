@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from random import sample
 
-from controller.cluster.claim_index import PoolDevice, gpu_of
-from controller.cluster.fleet import Fleet, FleetGpu
-from controller.demand.feasibility import Feasibility
+from controller.cluster.claim_index import PoolDevice
+from controller.cluster.fleet import Fleet
+from controller.curation.reservation import reserved_gpus
 from controller.demand.pending_claims import Queue
 from controller.eviction.evictor import Evictor, Outcome, Trigger, pod_reference
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, parse_policy, policy_reference, read_policies
@@ -38,7 +38,6 @@ from driver.kube.events import Recorder, Type
 from driver.kube.get_and_list import find_pod, read_claim
 from driver.kube.types import Pod
 from driver.kube.work_loop import Loop
-from driver.slices.slice_names import Pool
 
 log = logging.getLogger(__name__)
 
@@ -87,9 +86,8 @@ class Preemptions:
         evictor: Evictor,
         recorder: Recorder,
         reservations: Fence,
-        driver_name: str,
     ) -> None:
-        self._client, self._queue, self._failure, self._driver_name = client, queue, failure, driver_name
+        self._client, self._queue, self._failure = client, queue, failure
         self._evictor, self._recorder, self._reservations = evictor, recorder, reservations
         self._idle_pods = IdlePods(evictor, recorder, client.clock)
         self._counted: dict[tuple[str, bool], frozenset[str]] = {}
@@ -109,9 +107,7 @@ class Preemptions:
         began, decided = time.monotonic(), self._queue()
         if decided is None or self._failure() is not None:
             return INTERVAL_SECONDS
-        # What is found out in this thread is not for the controller's next decision to remember.
-        present = decided.feasibility
-        queue = decided.with_feasibility(Feasibility(present.fleet, present.matching, is_hypothetical=True))
+        queue = decided.on(decided.feasibility.fleet)
         self._end_reservations(queue)
         reserved = self._reservations.reservations()
         if reserved and began >= self._wake_at:
@@ -122,17 +118,11 @@ class Preemptions:
             if policies and (
                 self._move_next(policies, queue)
                 or self._go_on(policies, queue, reserved)
-                or (len(waiting) < MAX_RESERVATIONS and self._look(policies, self._without(queue, reserved), reserved))
+                or (len(waiting) < MAX_RESERVATIONS and self._look(policies, _without(queue, reserved), reserved))
             ):
                 return RESERVED_INTERVAL_SECONDS
             self._look_at = time.monotonic() + max(INTERVAL_SECONDS, REST_FACTOR * (time.monotonic() - began))
         return rest if reserved else max(0.0, self._look_at - time.monotonic())
-
-    def _without(self, queue: Queue, reserved: Iterable[PoolDevice]) -> Queue:
-        """``queue`` without the GPUs that are reserved: no other pod gets anything of them."""
-        gpus, present = set(map(gpu_of, reserved)), queue.feasibility
-        fleet = Fleet.of(gpu for gpu in present.fleet if self._device_of(gpu) not in gpus) if gpus else present.fleet
-        return queue.with_feasibility(Feasibility(fleet, present.matching, is_hypothetical=True))
 
     def _end_reservations(self, queue: Queue) -> None:
         """Enter next pods of owners; lift reservations of which nothing waits, and those that have lasted too long."""
@@ -209,12 +199,11 @@ class Preemptions:
         self._evictor.recent.refresh()
         running, by_policy = read_running(self._client), GpuPolicies(policies)
         for kind, pods in ((RepackSearch, for_whole), (PreemptionSearch, waiting)):
-            pods.sort(key=lambda pod: (-pod.spec.priority, pod.metadata.creation_timestamp or "", pod.metadata.key))
             pods.sort(key=self._evictor.has_lost_pods)  # the others first: no pod is evicted for these
             pods[FIRST_PODS:] = sample(pods[FIRST_PODS:], len(pods[FIRST_PODS:]))
             for pod, rules in product(pods[:PODS_PER_TURN], [by_policy, *by_policy.acting]):
                 search = kind(queue, pod, running, rules, self._client.clock)
-                preview = preview_of(self._client, search, self._evictor)
+                preview = preview_of(search, self._evictor)
                 if self._serve(preview):
                     return True
                 if kind is PreemptionSearch and pod.metadata.namespace in namespaces and rules is by_policy:
@@ -233,9 +222,9 @@ class Preemptions:
                 self._lift(owner)
         for uids, last in moves:
             self._evictor.recent.refresh()
-            others = [entry for entry, of in self._reservations.reservations().items() if of != uids]
-            search = RepackSearch(self._without(queue, others), last.pod, running, GpuPolicies(policies), clock)
-            preview = preview_of(self._client, search, self._evictor)
+            seen = _without(queue, self._reservations.reservations(), uids)
+            search = RepackSearch(seen, last.pod, running, GpuPolicies(policies), clock)
+            preview = preview_of(search, self._evictor)
             return goes_on(last, preview.preemption, running) and self._serve(preview)
         return False
 
@@ -253,11 +242,11 @@ class Preemptions:
         self._evictor.recent.refresh()
         running, by_policy = read_running(self._client), GpuPolicies(policies)
         for uids, pod in pods.items():
-            gpus = {gpu_of(entry) for entry, of in reserved.items() if of == uids}
-            others = [gpu for entry in queue.feasibility.fleet if (gpu := self._device_of(entry)) not in gpus]
-            search = PreemptionSearch(self._without(queue, others), pod, running, by_policy, self._client.clock)
+            gpus = [gpu for gpu, of in reserved_gpus(queue, reserved).items() if of == uids]
+            seen = queue.on(Fleet.of(queue.feasibility.fleet.gpus[gpu] for gpu in gpus))
+            search = PreemptionSearch(seen, pod, running, by_policy, self._client.clock)
             search.count_ending()
-            preview = preview_of(self._client, search, self._evictor)
+            preview = preview_of(search, self._evictor)
             past = (past for past in self._evictor.recent.record.evictions if past.contender == str(pod.metadata.key))
             if preview.obstacle is None and {eviction.trigger for eviction in past} <= {Trigger.REPACK}:
                 self._lift(uids)
@@ -321,16 +310,16 @@ class Preemptions:
             self._lift(uids)
             return False
         grace = max(victim.spec.termination_grace_period_seconds for victim, _ in chosen.victims)
-        seconds, place = grace + RESERVATION_SECONDS, place_of(chosen, queue.feasibility.fleet)
+        seconds, place = grace + RESERVATION_SECONDS, place_of(chosen, queue)
         needed = place | ({} if is_reserved else {uids: gpus_of(chosen, queue)})
-        if not all(self._reservations.reserve(map(self._device_of, needed[of]), of, seconds) for of in needed):
+        if not all(self._reservations.reserve(gpus, of, seconds) for of, gpus in needed.items()):
             self._tell_policies(chosen, BLOCKED, "the fence, which reserves their devices, is not in force or full")
             return False
         self._tell_policies(chosen, EVICTING[bool(chosen.moves)])
-        (node, victims), evicted = chosen.preemption, chosen.victims[: 1 if chosen.moves else None]
-        message = f"its devices are taken back on node {node}; pods that are evicted: {chosen.named()}"
+        preemption, evicted = chosen.preemption, chosen.victims[: 1 if chosen.moves else None]
+        message = f"its devices are taken back on node {preemption.node}; pods that are evicted: {chosen.named()}"
         self._recorder.event(pod_reference(chosen.pod), EVICTING[bool(chosen.moves)], message)
-        hours = {pod: round(unit.cost.gpu_hours / len(unit.pods), 3) for unit in victims.units for pod in unit.pods}
+        hours = {pod: round(unit.cost.gpu_hours / len(unit.pods), 3) for unit in preemption.units for pod in unit.pods}
         try:
             for victim, policy in evicted:
                 cause = EvictionCause(policy=policy.metadata.name, contender=str(chosen.pod.metadata.key))
@@ -382,15 +371,11 @@ class Preemptions:
             return present.metadata.deletion_timestamp is None and not is_allocated
         return False
 
-    def _device_of(self, gpu: FleetGpu) -> PoolDevice:
-        """The GPU as reservations name it."""
-        return PoolDevice(Pool(gpu.node, self._driver_name).name, f"gpu-{gpu.number}")
-
     def _tell_policies(self, chosen: ChosenVictims, reason: str, obstacle: str = "", series: str = "") -> None:
         text = chosen.described() + (f", but {obstacle}" if obstacle else "")
         series = series or chosen.pod.metadata.uid + (" moves" if chosen.moves else "")
-        for policy in chosen.policies:
-            level: Type = "Warning" if obstacle else "Normal"
+        level: Type = "Warning" if obstacle else "Normal"
+        for policy in {policy.metadata.name: policy for _, policy in chosen.victims}.values():
             self._recorder.event(policy.reference, reason, text, level, series, lasting=True)
 
 
@@ -398,3 +383,11 @@ def _reserved_uids(queue: Queue, pod: Pod) -> frozenset[str]:
     """Those for which the GPUs of victims are reserved for ``pod``."""
     uids = frozenset(pending.uid for pending in queue.of_pod(pod))
     return uids if len(uids) <= MAX_RESERVED_CLAIMS else frozenset({pod.metadata.uid})
+
+
+def _without(
+    queue: Queue, reservations: Mapping[PoolDevice, frozenset[str]], uids: frozenset[str] = frozenset()
+) -> Queue:
+    """``queue`` without the GPUs that are reserved for others than ``uids``, who get nothing of them."""
+    others = {gpu for gpu, of in reserved_gpus(queue, reservations).items() if of != uids}
+    return queue.on(Fleet.of(gpu for gpu in queue.feasibility.fleet if gpu.gpu.uuid not in others)) if others else queue

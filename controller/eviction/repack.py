@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from hashlib import sha256
 
-from controller.cluster.fleet import Fleet, FleetGpu
+from controller.cluster.claim_index import PoolDevice
+from controller.curation.reservation import whole_gpu
 from controller.demand.pending_claims import IMPLICIT, Queue
 from controller.eviction.preemption import PreemptionSearch, RunningPods, VictimRules
 from controller.eviction.preemption_preview import ChosenVictims
-from controller.eviction.victim_search import Preemption, VictimUnit, as_set
+from controller.eviction.victim_search import Preemption, VictimUnit, cost_of
 from controller.explain.sources.moves import HeldDevice, moves_that_help, whole_gpus
 from driver.kube.types import Pod
 
@@ -42,10 +43,10 @@ class RepackSearch(PreemptionSearch):
         self.moves = moves_that_help(self.queue, self.pod, self._may_go)
         moved = {move: unit for move in self.moves if (unit := self._unit_of(move.claim)) is not None}
         waited = self._clock.seconds_since(self.pod.metadata.creation_timestamp) / 3600
-        victims, node = as_set(list(dict.fromkeys(moved.values()))), self.moves[0].source.node if moved else ""
-        is_due = victims.cost.gpu_hours <= waited * whole_gpus(self.queue, self.pod)
-        gone = [unit for move, unit in moved.items() if move.target.node != node]
-        return Preemption(node, victims) if moved and is_due and self._lacking(node, gone) is None else None
+        units, node = tuple(dict.fromkeys(moved.values())), self.moves[0].source.node if moved else ""
+        cost, gone = cost_of(units), [unit for move, unit in moved.items() if move.target.node != node]
+        is_due = cost.gpu_hours <= waited * whole_gpus(self.queue, self.pod)
+        return Preemption(node, units, cost) if moved and is_due and self._lacking(node, gone) is None else None
 
     def _unit_of(self, claim: str) -> VictimUnit | None:
         """The pod that has ``claim``, if it can be moved."""
@@ -54,7 +55,7 @@ class RepackSearch(PreemptionSearch):
             names = tuple(str(pod.metadata.key) for pod in pods)
             is_alone = len(claims) == len(pods) == 1 and claim in self._parts
             is_free = is_alone and names not in self.protected and self.rules.why_spared(claims, pods) is None
-            self._movable[claim] = self._unit(self._parts[claim][0].node, names, claims, pods) if is_free else None
+            self._movable[claim] = self._unit(self._parts[claim][0][0].node, names, claims, pods) if is_free else None
         return self._movable[claim]
 
     def _may_go(self, item: HeldDevice, node: str) -> bool:
@@ -67,29 +68,30 @@ class RepackSearch(PreemptionSearch):
         )
 
 
-def gpus_of(chosen: ChosenVictims, queue: Queue) -> list[FleetGpu]:
+def gpus_of(chosen: ChosenVictims, queue: Queue) -> list[PoolDevice]:
     """The GPUs of the victims, or those that moves make whole; for a pod that needs several devices the unheld ones of
     the node, too."""
-    node, units = chosen.preemption.node, chosen.preemption.victims.units
+    node, units = chosen.preemption.node, chosen.preemption.units
     freed = {move.source.gpu.uuid for move in chosen.moves} or set[str]().union(*(unit.gpus for unit in units))
     counts = [request.count for needed in queue.combinations(chosen.pod) for request in needed.requests]
     takes_unheld = len(counts) != 1 or counts[0] != 1
-    entries = queue.feasibility.fleet.nodes[node]
-    return [gpu for gpu in entries if gpu.gpu.uuid in freed or (takes_unheld and not gpu.held)]
+    gpus, driver = queue.feasibility.fleet.nodes[node], queue.feasibility.matching.driver
+    return [whole_gpu(gpu, driver) for gpu in gpus if gpu.gpu.uuid in freed or (takes_unheld and not gpu.held)]
 
 
-def place_of(chosen: ChosenVictims, fleet: Fleet) -> dict[frozenset[str], list[FleetGpu]]:
+def place_of(chosen: ChosenVictims, queue: Queue) -> dict[frozenset[str], list[PoolDevice]]:
     """By a hash of the first victim's owner, the GPUs where its next pod can have the devices of that victim; empty if
     no pod is moved. A tenant may write any UID of an owner: that of a claim, or a text that forges entries of the
     fence."""
-    moved, units = chosen.victims[0][0], chosen.preemption.victims.units
+    moved, units = chosen.victims[0][0], chosen.preemption.units
     if not chosen.moves or moved.controller is None:
         return {}
     claims, sources = set(map(str, moved.claims)), {move.source.gpu.uuid for move in chosen.moves}
     remaining = frozenset[str]().union(*(unit.gpus for unit in units if unit.claims <= claims)) - sources
     targets = {move.target.gpu.uuid for move in chosen.moves if move.claim in claims}
     owner = sha256(f"{moved.metadata.namespace}/{moved.controller.uid}".encode()).hexdigest()
-    return {frozenset({owner}): [fleet.gpus[uuid] for uuid in sorted(targets | remaining)]}
+    fleet, driver = queue.feasibility.fleet, queue.feasibility.matching.driver
+    return {frozenset({owner}): [whole_gpu(fleet.gpus[uuid], driver) for uuid in sorted(targets | remaining)]}
 
 
 def next_pods(last: ChosenVictims, pods: Iterable[Pod]) -> list[Pod]:
@@ -103,7 +105,7 @@ def next_pods(last: ChosenVictims, pods: Iterable[Pod]) -> list[Pod]:
 def goes_on(last: ChosenVictims, next_moves: Preemption | None, running: RunningPods) -> bool:
     """Whether the pod that was evicted last has ended, a new one of its owner is bound, and the next ones to move are
     those that remain."""
-    remaining = {unit.pods for unit in next_moves.victims.units} if next_moves is not None else set()
-    is_planned = remaining <= {unit.pods for unit in last.preemption.victims.units}
+    remaining = {unit.pods for unit in next_moves.units} if next_moves is not None else set()
+    is_planned = remaining <= {unit.pods for unit in last.preemption.units}
     has_ended = last.victims[0][0].metadata.uid not in running.uids
     return is_planned and has_ended and bool(next_pods(last, running.pods.values()))

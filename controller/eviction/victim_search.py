@@ -65,29 +65,23 @@ class VictimUnit:
     cost: EvictionCost
 
 
-class VictimSet(NamedTuple):
-    """``is_cheapest``: no set of the node that would be enough costs less."""
-
-    units: tuple[VictimUnit, ...]
-    cost: EvictionCost
-    is_cheapest: bool
-
-
 class Preemption(NamedTuple):
-    """``victims`` on ``node``."""
+    """Victims on ``node``; ``is_cheapest``: no set that would be enough costs less."""
 
     node: str
-    victims: VictimSet
+    units: tuple[VictimUnit, ...]
+    cost: EvictionCost
+    is_cheapest: bool = False
 
 
 Enough = Callable[[Collection[VictimUnit]], bool]
 """Whether the node has room for the waiting pod once these units are gone."""
 
 
-def cheapest_victims(
-    units: Iterable[VictimUnit], devices: int, enough: Enough, tries: Tries, is_better: Callable[[EvictionCost], bool]
-) -> VictimSet | None:
-    """The cheapest of ``units`` after whose end there is room, if its cost ``is_better``; None: there is none.
+def cheapest_set(
+    node: str, units: Iterable[VictimUnit], devices: int, enough: Enough, tries: Tries, best: Preemption | None
+) -> Preemption | None:
+    """The cheapest of ``units`` on ``node`` after whose end there is room; ``best`` if none is better.
 
     ``devices``: the number of devices that the pod asks for, 0 if that is not known.
     """
@@ -96,13 +90,13 @@ def cheapest_victims(
     if 0 < devices < len(gpus) and comb(len(gpus), devices) * len(ordered) <= tries.remaining:
         chosen = combinations(gpus, devices)
         places = [[unit for unit in ordered if not unit.gpus.isdisjoint(place)] for place in chosen]
-    number, best = count(), None
+    number = count()
     unfinished = [(EvictionCost(), next(number), list[VictimUnit](), place) for place in places if enough(place)]
     while unfinished:
         cost, _, kept, undecided = heappop(unfinished)
-        while is_better(cost) and (best is None or cost < best.cost):
+        while beats(cost, node, best):
             if not undecided:
-                best = VictimSet(tuple(kept), cost, is_cheapest=False)
+                best = Preemption(node, tuple(kept), cost)
                 continue
             *undecided, last = undecided
             tries.remaining -= 1
@@ -113,8 +107,13 @@ def cheapest_victims(
                 heappush(unfinished, with_last)
         if tries.remaining <= 0:
             break
-    return None if best is None else best._replace(is_cheapest=tries.remaining > 0)
+    return best
 
 
-def as_set(units: Iterable[VictimUnit]) -> VictimSet:
-    return VictimSet(tuple(units), reduce(EvictionCost.plus, (unit.cost for unit in units), EvictionCost()), False)
+def beats(cost: EvictionCost, node: str, best: Preemption | None) -> bool:
+    """Whether a set that costs so much is better than ``best``: of equal ones that of the first node by name is."""
+    return best is None or (cost, node) < (best.cost, best.node)
+
+
+def cost_of(units: Iterable[VictimUnit]) -> EvictionCost:
+    return reduce(EvictionCost.plus, (unit.cost for unit in units), EvictionCost())

@@ -124,7 +124,8 @@ class ReasonFinder:
             if reason is None and self._clock.monotonic() > until:
                 self.postponed = self.postponed or pending.key
                 if identity not in last:
-                    yield from _not_examined(pending, queue)
+                    if _requests_devices(pending, queue):
+                        yield ClaimReason(pending, ReasonCode.WAITS, NOT_EXAMINED, is_examined=False)
                     continue
                 reason = last[identity]._replace(pending=pending)
             elif reason is None:
@@ -171,12 +172,6 @@ class _Sources:
 def _requests_devices(pending: PendingClaim, queue: Queue) -> bool:
     """Whether the claim requests devices of this driver."""
     return queue.requirements(pending) != () or pending.key in queue.monitoring
-
-
-def _not_examined(pending: PendingClaim, queue: Queue) -> Iterator[ClaimReason]:
-    """The reason of a claim that has not been examined yet; none if it is for devices of other drivers only."""
-    if _requests_devices(pending, queue):
-        yield ClaimReason(pending, ReasonCode.WAITS, NOT_EXAMINED, is_examined=False)
 
 
 def reason_with_disjoint_offers(pending: PendingClaim, queue: Queue, plan: DisjointPlan) -> ClaimReason | None:

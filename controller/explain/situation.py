@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
-from controller.cluster.claim_index import PoolDevice, gpu_of, reservations_in
+from controller.cluster.claim_index import PoolDevice
 from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
 from controller.demand.pending_claims import PendingClaim, Queue
 from driver.kube.slice_types import DetailedSlice
@@ -57,7 +56,7 @@ class Situation:
 
     queue               the pending claims and the fleet
     offered             the published devices that can be allocated to new claims, without those known to be fenced
-    fenced              the known entries of the fence
+    reserved            by reserved GPU (``gpu-N`` of a pool) the UIDs of the claims and pods that may have any of it
     is_fence_known      whether the fenced devices are known; if not, ``offered`` may have some of them
     unpublished         planned offers of nodes that follow their plans but have not published them yet
     silent              nodes that publish nothing that the scheduler takes, and why
@@ -70,7 +69,7 @@ class Situation:
 
     queue: Queue
     offered: Mapping[Offer, PoolDevice] = field(default_factory=dict)
-    fenced: Collection[PoolDevice] = ()
+    reserved: Mapping[PoolDevice, frozenset[str]] = field(default_factory=dict)
     is_fence_known: bool = True
     unpublished: Collection[Offer] = ()
     silent: Mapping[str, str] = field(default_factory=dict)
@@ -80,12 +79,6 @@ class Situation:
     controller_silent: float | None = None
     lookups: Lookups = field(default_factory=Lookups)
 
-    @cached_property
-    def reserved(self) -> Mapping[PoolDevice, frozenset[str]]:
-        """By reserved GPU (``gpu-N`` of a pool) the UIDs of the claims and pods that may get anything of it."""
-        return {gpu_of(entry): uids for entry, uids in reservations_in(self.fenced).items()}
-
     def reserved_for(self, pending: PendingClaim) -> list[PoolDevice]:
         """The GPUs that are reserved for a claim or its pod."""
-        uids = {pending.uid, *(pod.metadata.uid for pod in pending.pods)}
-        return sorted(gpu for gpu, of in self.reserved.items() if not of.isdisjoint(uids))
+        return sorted(gpu for gpu, of in self.reserved.items() if not of.isdisjoint(pending.uids))

@@ -35,7 +35,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from controller.cluster.cache import ClusterCache
-from controller.cluster.claim_index import RESERVED, PoolDevice, gpu_of, reservations_in
+from controller.cluster.claim_index import RESERVED, PoolDevice, gpu_of
 from controller.fence.fence_probe import Canary
 from controller.fence.fenced_devices import FencedDevices
 from controller.step_names import Observer, Step
@@ -181,7 +181,7 @@ class Fence:
 
     def reservations(self) -> dict[PoolDevice, frozenset[str]]:
         """The UIDs of the claims and pods for which GPUs are reserved, by entry of the fence."""
-        return reservations_in(self.fenced.devices)
+        return self.fenced.reservations
 
     def wake_parked_pods(self) -> None:
         """Let the scheduler try again the pods that it found no devices for. Raises ApiError."""

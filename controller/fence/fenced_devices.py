@@ -8,7 +8,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Set
 
-from controller.cluster.claim_index import RESERVED, PoolDevice
+from controller.cluster.claim_index import PoolDevice, reservations_in
 from driver.clock import Clock
 from driver.errors import CONFLICT, ApiError
 from driver.kube.client import KubeClient, Object
@@ -53,6 +53,8 @@ class FencedDevices:
         self._read_at = -math.inf
         self.devices: dict[PoolDevice, float] = {}
         """When each was fenced. To look one up takes no lock, which is held over requests."""
+        self.reservations: dict[PoolDevice, frozenset[str]] = {}
+        """The entries of ``devices`` that reserve GPUs, with the UIDs of the claims and pods for which they do."""
 
     def load(self) -> None:
         """Read the ConfigMap; the age of new entries counts from now. Raises ApiError."""
@@ -79,15 +81,16 @@ class FencedDevices:
         reservations."""
         new = set(devices)
         with self._lock:
-            others = sorted(self._withdrawn() - new, key=lambda device: self.devices[device])
-            dropped = others[: max(0, len(self.devices.keys() | new) - MAX_ENTRIES)]
+            others = self.devices.keys() - self.reservations.keys() - new
+            excess = max(0, len(self.devices.keys() | new) - MAX_ENTRIES)
+            dropped = sorted(others, key=self.devices.__getitem__)[:excess]
             if dropped:
                 log.warning("too many fenced devices: the oldest entries are dropped", extra={"count": len(dropped)})
             try:
                 self._write(new, set(dropped))
             finally:
                 # The response may have been lost: from here on they count as fenced.
-                self.devices = self.devices | dict.fromkeys(new, self._clock.monotonic())
+                self._keep(self.devices | dict.fromkeys(new, self._clock.monotonic()))
 
     def remove(self, devices: Collection[PoolDevice], new: Set[PoolDevice] = frozenset()) -> None:
         """Remove the entries, and add ``new`` ones in their place; nothing is written if there are none."""
@@ -104,11 +107,8 @@ class FencedDevices:
         """Devices, no reservations, that were fenced at least that long ago, as seen by this process."""
         with self._lock:
             ended = self._clock.monotonic() - seconds
-            return {device for device in self._withdrawn() if self.devices[device] <= ended}
-
-    def _withdrawn(self) -> set[PoolDevice]:
-        """The entries that are no reservations."""
-        return {device for device in self.devices if RESERVED not in device.device}
+            withdrawn = self.devices.keys() - self.reservations.keys()
+            return {device for device in withdrawn if self.devices[device] <= ended}
 
     def _load(self) -> None:
         self._remember(self._client.find(f"{self._folder}/{FENCE}") or {})
@@ -140,9 +140,12 @@ class FencedDevices:
     def _remember(self, stored: Object) -> None:
         devices = read(stored.get("data") or {})
         now = self._clock.monotonic()
-        self.devices = {device: self.devices.get(device, now) for device in devices}
+        self._keep({device: self.devices.get(device, now) for device in devices})
         self._read_at = now
         self._version = stored.get("metadata", {}).get("resourceVersion", "")
+
+    def _keep(self, devices: dict[PoolDevice, float]) -> None:
+        self.devices, self.reservations = devices, reservations_in(devices)
 
 
 def written(devices: Iterable[PoolDevice]) -> dict[str, str]:

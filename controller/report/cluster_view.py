@@ -16,7 +16,7 @@ from itertools import chain
 import msgspec
 
 from controller.cluster.cache import ClusterCache, Snapshot
-from controller.cluster.claim_index import PoolDevice
+from controller.cluster.claim_index import PoolDevice, gpu_of, reservations_in
 from controller.cluster.fleet import Fleet
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_views import REPORT_TIMEOUT_SECONDS, UnreportedNodes, refusing_nodes, silent_nodes
@@ -100,7 +100,7 @@ class ClusterView:
         return Situation(
             queue=self.queue,
             offered=devices.allocatable(fenced or ()),
-            fenced=fenced or (),
+            reserved={gpu_of(entry): uids for entry, uids in reservations_in(fenced or ()).items()},
             is_fence_known=fenced is not None,
             unpublished=devices.unpublished(snapshot.plans),
             silent=silent_nodes(snapshot.views, snapshot.incomplete),

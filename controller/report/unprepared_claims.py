@@ -83,7 +83,7 @@ def next_step(
         return f"no pod is evicted while the controller sends no heartbeat, as for {controller_silent:.0f} s now"
     protected = [ADMIN_ACCESS] if claim.has_admin_access else [*filter(None, map(own_protection, pods))]
     if protected:
-        return f"its pod is not evicted: {protected[0]}"
+        return f"its pod is not evicted: {protected[0].reason}"
     nodes = asking_nodes(starts_to_move(snapshot.plans), snapshot.cluster.claims)
     if is_widespread(len(nodes), len(snapshot.plans)):
         return f"no pod is evicted for it, since {len(nodes)} of {len(snapshot.plans)} nodes can't prepare claims"

@@ -233,8 +233,8 @@ def _eviction(preview: Preview) -> dict[str, Any]:
         "pod": str(preview.search.pod.metadata.key),
         "priority": preview.search.pod.spec.priority,
         "node": None if chosen is None else chosen.node,
-        "victims": [] if chosen is None else [pod for unit in chosen.victims.units for pod in unit.pods],
-        "gpuHours": 0.0 if chosen is None else chosen.victims.cost.gpu_hours,
+        "victims": [] if chosen is None else [pod for unit in chosen.units for pod in unit.pods],
+        "gpuHours": 0.0 if chosen is None else chosen.cost.gpu_hours,
         "why": (preview.obstacle or none) if chosen is None else None,
         "unexamined": list(preview.unexamined),
     }

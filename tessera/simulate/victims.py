@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 from msgspec.structs import replace
 
 from controller.demand.pending_claims import Queue
-from controller.eviction.evictor import Evictor, Job, owner_limit
+from controller.eviction.evictor import Evictor, Job
 from controller.eviction.gpu_policy import GpuPolicies
 from controller.eviction.preemption import PODS, PreemptionSearch, RunningPods
-from controller.eviction.preemption_preview import BOUND, JOBS, Preview, preview_of, preview_with, read_idle_since
+from controller.eviction.preemption_preview import BOUND, JOBS, Preview, preview_of, read_idle_since
 from controller.eviction.recent_evictions import RecentEvictions
 from driver.clock import Clock
 from driver.kube.client import KubeClient
@@ -60,7 +59,7 @@ class VictimFinder:
             preview = self._preview(cluster.queue(), pod)
             previews.append(preview)
             if preview.preemption is not None:
-                units = preview.preemption.victims.units
+                units = preview.preemption.units
                 for victim in preview.search.running.of_units(units):
                     del self._running[victim.metadata.key]
                 cluster = cluster.fork(frozenset[str]().union(*(unit.claims for unit in units)))
@@ -88,18 +87,10 @@ class VictimFinder:
         running = RunningPods(self._running.values(), self._claims.values(), nodes, self._jobs, self._idle_since)
         clock = Clock() if client is None else client.clock
         search = PreemptionSearch(queue, pod, running, self._policies, clock)
-        if client is None:
-            return preview_with(_over_limit, lambda _: (), search)
-        return preview_of(client, search, Evictor(client, None, RecentEvictions(client, "")))
+        return preview_of(search, None if client is None else Evictor(client, None, RecentEvictions(client, "")))
 
 
 def _with_resources(node: Node, pod: Pod) -> Node:
     """A node that has enough of what ``pod`` requests, if nothing is known of what it has."""
     enough = dict.fromkeys((PODS, *pod.spec.resource_names), ENOUGH)
     return node if node.status.allocatable else Node(node.metadata, node.spec, NodeStatus(allocatable=enough))
-
-
-def _over_limit(pods: Iterable[Pod]) -> str | None:
-    """Why the evictor would not evict ``pods`` together, if it has evicted none before; None: it would."""
-    counts = Counter(pod.controller for pod in pods).items()
-    return next(filter(None, (owner_limit(owner, 0, count) for owner, count in counts if owner is not None)), None)

@@ -139,5 +139,5 @@ def _requests(cpu: int) -> dict[str, Any]:
 
 
 def names(preemption: Preemption | None) -> list[str]:
-    units = () if preemption is None else preemption.victims.units
+    units = () if preemption is None else preemption.units
     return sorted(pod.removeprefix("default/") for unit in units for pod in unit.pods)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from controller.cluster.claim_index import PoolDevice
+from controller.cluster.claim_index import PoolDevice, gpu_of, reservations_in
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.situation import Situation as Now
 from controller.explain.sources.pending_despite_offers import ClaimsDespiteOffers, Sightings
@@ -56,7 +56,7 @@ class Watched:
             queue,
             offered=offers(self.there, *self.standing),
             unpublished=unpublished.keys(),
-            fenced=self.fenced,
+            reserved={gpu_of(entry): uids for entry, uids in reservations_in(self.fenced).items()},
             silent=self.silent,
             refusing=self.refusing,
             lookups=self.answers,

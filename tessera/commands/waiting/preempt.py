@@ -27,9 +27,6 @@ from tessera.cluster_options import access_of, with_driver_name, with_kubeconfig
 from tessera.simulate.sources import policies_of_files
 from tessera.tables_and_drawings import columns, counted, printable, show, with_output
 
-SecondBest = tuple[str, EvictionCost]
-"""Node and cost of the second best set."""
-
 
 @click.command()
 @click.argument("name")
@@ -75,7 +72,7 @@ def preempt(
     pod = _waiting_pod(view.queue, name, namespace or access.namespace)
     evictor = Evictor(client, None, _recent(client))
     search = PreemptionSearch(view.queue, pod, read_running(client), allowing, client.clock)
-    preview = preview_of(client, search, evictor)
+    preview = preview_of(search, evictor)
     second = None if preview.preemption is None else preview.search.second(preview.preemption)
     show(output, _as_json(preview, second), _as_text(preview, second))
     sys.exit(0 if preview.preemption is not None else 1)
@@ -110,20 +107,20 @@ def _waiting_pod(queue: Queue, name: str, namespace: str) -> Pod:
     raise FatalError(f"no {what} named {key.name} waits for devices in namespace {key.namespace} (tessera why)")
 
 
-def _as_json(preview: Preview, second: SecondBest | None) -> dict[str, Any]:
+def _as_json(preview: Preview, second: Preemption | None) -> dict[str, Any]:
     preemption, search = preview.preemption, preview.search
     return {
         "pod": str(search.pod.metadata.key),
         "priority": search.pod.spec.priority,
         "obstacle": preview.obstacle,
         "node": None if preemption is None else preemption.node,
-        "isCheapest": None if preemption is None else preemption.victims.is_cheapest,
-        "cost": None if preemption is None else _cost(preemption.victims.cost),
+        "isCheapest": None if preemption is None else preemption.is_cheapest,
+        "cost": None if preemption is None else _cost(preemption.cost),
         "victims": [
             {"pods": unit.pods, "claims": sorted(unit.claims), "cost": _cost(unit.cost)}
-            for unit in (() if preemption is None else preemption.victims.units)
+            for unit in (() if preemption is None else preemption.units)
         ],
-        "second": None if second is None else {"node": second[0], "cost": _cost(second[1])},
+        "second": None if second is None else {"node": second.node, "cost": _cost(second.cost)},
         "spared": [spared._asdict() for spared in search.spared],
         "shortOf": search.short_of,
         "unexamined": preview.unexamined,
@@ -135,7 +132,7 @@ def _cost(cost: EvictionCost) -> dict[str, Any]:
     return {"priority": cost.priority, **pods, "gpuHours": cost.gpu_hours, "slices": cost.slices}
 
 
-def _as_text(preview: Preview, second: SecondBest | None) -> str:
+def _as_text(preview: Preview, second: Preemption | None) -> str:
     pod, preemption = preview.search.pod, preview.preemption
     parts = [f"pod {printable(str(pod.metadata.key))} waits for devices with priority {pod.spec.priority}"]
     if preview.obstacle is not None:
@@ -155,17 +152,16 @@ def _as_text(preview: Preview, second: SecondBest | None) -> str:
     return "\n".join([*parts, "", "Nothing was evicted: this command only shows."])
 
 
-def _of_victims(preemption: Preemption, second: SecondBest | None) -> Iterator[str]:
-    how = "the cheapest set" if preemption.victims.is_cheapest else "a set of which no pod is superfluous"
-    yield f"on node {preemption.node} there is room if these end, {how}: {_in_words(preemption.victims.cost)}"
+def _of_victims(preemption: Preemption, second: Preemption | None) -> Iterator[str]:
+    how = "the cheapest set" if preemption.is_cheapest else "a set of which no pod is superfluous"
+    yield f"on node {preemption.node} there is room if these end, {how}: {_in_words(preemption.cost)}"
     yield ""
-    costs = [(unit.pods, unit.cost) for unit in preemption.victims.units]
+    costs = [(unit.pods, unit.cost) for unit in preemption.units]
     rows = [[_names(pods), f"{cost.priority}", f"{cost.gpu_hours:g}", f"{cost.slices:g}"] for pods, cost in costs]
     yield columns(["PODS", "PRIORITY", "GPU HOURS", "SLICES"], rows)
     yield ""
     if second is not None:
-        node, cost = second
-        yield f"the second best is on node {node}: {_in_words(cost)}"
+        yield f"the second best is on node {second.node}: {_in_words(second.cost)}"
 
 
 def _in_words(cost: EvictionCost) -> str:

@@ -86,10 +86,10 @@ class RandomFleet:
         preemption, best = self.search.best(), self.contest.cheapest_of_all()
         if preemption is None:
             return NONE if best is None else "not found"
-        if best is None or preemption.victims.cost < best:
+        if best is None or preemption.cost < best:
             return "cheaper than possible"
-        shown = "exact" if preemption.victims.is_cheapest else "bounded"
-        return f"equal, {shown}" if preemption.victims.cost == best else f"more expensive, {shown}"
+        shown = "exact" if preemption.is_cheapest else "bounded"
+        return f"equal, {shown}" if preemption.cost == best else f"more expensive, {shown}"
 
 
 def _device(number: int, name: str) -> str:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 import pytest
 
-from controller.eviction.evictor import Job, owner_limit
-from controller.eviction.preemption_preview import preview_with
-from driver.kube.types import Pod
+from controller.eviction.evictor import Job
+from controller.eviction.preemption_preview import preview_of
 from tests.support.preemption import OWNER, Contest, names
 from tests.support.queues import node_of
 
@@ -35,10 +32,5 @@ def test_nodes_with_many_pods_of_one_owner_do_not_keep_pods_on_other_nodes_from_
             owner = {**OWNER, "uid": f"{number}"} if node == "other" else OWNER
             metadata = {"ownerReferences": [owner]}
             contest.runs(f"{node}-{number}", node, f"gpu-{number}", priority=int(node == "other"), metadata=metadata)
-
-    def protection(pods: Sequence[Pod]) -> str | None:
-        owners = [pod.controller for pod in pods if pod.controller is not None]
-        return next(filter(None, (owner_limit(owner, 0, owners.count(owner)) for owner in owners)), None)
-
-    preemption = preview_with(protection, lambda _: (), contest.search(count=3)).preemption
+    preemption = preview_of(contest.search(count=3), None).preemption
     assert names(preemption) == ["other-0", "other-1", "other-2"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -11,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.cluster.fleet import FleetGpu
-from controller.eviction.evictor import Job
+from controller.eviction.evictor import Evictor, Job
 from controller.eviction.gpu_policy import GpuPolicy
-from controller.eviction.preemption_preview import preview_with
+from controller.eviction.preemption_preview import preview_of
+from controller.eviction.recent_evictions import RecentEvictions
 from controller.eviction.victim_search import EvictionCost
-from driver.kube.types import Pod
+from tests.support.evictions import ClusterApi
 from tests.support.gpus import H100
 from tests.support.preemption import EVERYBODY, NOW, OWNER, SIX_HOURS_AGO, YESTERDAY, Contest, names, policy
 from tests.support.queues import DRIVER, FULL, fleet_gpu, node_of, profile, request
@@ -34,8 +34,10 @@ def test_the_pod_of_the_lowest_priority_ends_and_the_second_best_is_told() -> No
     preemption = search.best()
     assert names(preemption) == ["p1"]
     assert preemption is not None
-    assert preemption.victims.is_cheapest
-    assert search.second(preemption) == ("a", EvictionCost(priority=3, busy=1, pods=1, slices=8.0))
+    assert preemption.is_cheapest
+    second = search.second(preemption)
+    assert second is not None
+    assert (second.node, second.cost) == ("a", EvictionCost(priority=3, busy=1, pods=1, slices=8.0))
 
 
 def test_of_nodes_that_cost_the_same_the_first_by_name_is_the_best_and_the_other_the_second() -> None:
@@ -46,7 +48,9 @@ def test_of_nodes_that_cost_the_same_the_first_by_name_is_the_best_and_the_other
     preemption = search.best()
     assert preemption is not None
     assert (preemption.node, names(preemption)) == ("a", ["p0"])
-    assert search.second(preemption) == ("b", preemption.victims.cost)
+    second = search.second(preemption)
+    assert second is not None
+    assert (second.node, second.cost) == ("b", preemption.cost)
 
 
 def test_of_equal_priorities_the_fewest_pods_end() -> None:
@@ -78,7 +82,7 @@ def test_of_equal_priorities_the_idle_pods_end_even_if_they_are_more_and_have_lo
     preemption = contest.search().best()
     assert names(preemption) == ["small-0", "small-1"]
     assert preemption is not None
-    assert (preemption.victims.cost.busy, preemption.victims.cost.pods) == (0, 2)
+    assert (preemption.cost.busy, preemption.cost.pods) == (0, 2)
 
 
 def test_of_equal_idle_pods_the_one_ends_that_has_been_idle_for_longest() -> None:
@@ -263,7 +267,7 @@ def test_a_gang_of_victims_goes_as_a_whole_also_from_other_nodes() -> None:
     preemption = contest.search().best()
     assert names(preemption) == ["leader", "worker"]
     assert preemption is not None
-    assert preemption.victims.cost.pods == 2
+    assert preemption.cost.pods == 2
 
 
 INDEXED = {"completionMode": "Indexed", "parallelism": 2, "completions": 2}
@@ -284,13 +288,14 @@ def test_a_gang_of_hundreds_of_pods_is_searched_in_seconds() -> None:
 def test_a_tenant_who_protects_many_pods_does_not_keep_those_of_others_from_being_evicted() -> None:
     contest = Contest(node_of("a", "full", gpus=80))
     for number in range(80):
-        contest.runs(f"p{number}", "a", f"gpu-{number}", priority=number // 79)
-    search = contest.search()
-
-    def protection(pods: Sequence[Pod]) -> str | None:
-        return "PodDisruptionBudget all forbids it" if pods[0].spec.priority == 0 else None
-
-    assert names(preview_with(protection, lambda _: (), search).preemption) == ["p79"]
+        labels = {"owner": "other" if number == 79 else "tenant"}
+        contest.runs(f"p{number}", "a", f"gpu-{number}", priority=number // 79, metadata={"labels": labels})
+    with ClusterApi() as api:
+        client, budget = api.server.client(), {"selector": {"matchLabels": {"owner": "tenant"}}}
+        path = "/apis/policy/v1/namespaces/default/poddisruptionbudgets/all"
+        api.store(path, metadata={"name": "all", "generation": 1}, spec=budget)
+        preview = preview_of(contest.search(), Evictor(client, None, RecentEvictions(client, "gpus")))
+    assert names(preview.preemption) == ["p79"]
 
 
 @pytest.mark.timeout(20)
@@ -310,7 +315,7 @@ def test_the_sets_that_are_tried_for_one_pod_are_limited_however_often_protected
     search = contest.search(count=4)
     searches = [search.best() for _ in range(80)]
     assert [len(names(preemption)) for preemption in searches] == [4] * 80
-    assert [preemption.victims.is_cheapest for preemption in searches if preemption is not None][::79] == [True, False]
+    assert [preemption.is_cheapest for preemption in searches if preemption is not None][::79] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -491,7 +496,7 @@ def test_no_other_set_of_pods_would_be_cheaper(drawn: tuple[Contest, dict[str, A
     search = contest.search(**wanted)
     if search.obstacle() is None:
         preemption = search.best()
-        assert (None if preemption is None else preemption.victims.cost) == contest.cheapest_of_all()
+        assert (None if preemption is None else preemption.cost) == contest.cheapest_of_all()
 
 
 def test_a_set_is_not_called_the_cheapest_if_the_search_ended_early_on_another_node() -> None:
@@ -509,6 +514,6 @@ def test_a_set_is_not_called_the_cheapest_if_the_search_ended_early_on_another_n
     search._tries.remaining = len(on_a) + 1
     best = search.best()
     assert best is not None
-    assert (best.node, best.victims.is_cheapest) == ("a", False)
+    assert (best.node, best.is_cheapest) == ("a", False)
     search._tries.remaining = 100
     assert names(search.best()) == ["cheapest"]

@@ -103,7 +103,6 @@ class Site:
             evictor,
             recorder,
             self.reserved,
-            DRIVER,
         )
 
     def turn(self, *policies: GpuPolicy | dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.eviction import victim_search
-from controller.eviction.victim_search import EvictionCost, Tries, VictimUnit, cheapest_victims
+from controller.eviction.victim_search import EvictionCost, Preemption, Tries, VictimUnit, cheapest_set, cost_of
 
 SLICES = 8
 
@@ -42,13 +42,6 @@ def best_of_all(units: Collection[VictimUnit], enough: victim_search.Enough) -> 
     return min((cost_of(chosen) for chosen in every if enough(chosen)), default=None)
 
 
-def cost_of(units: Collection[VictimUnit]) -> EvictionCost:
-    cost = EvictionCost()
-    for unit in units:
-        cost = cost.plus(unit.cost)
-    return cost
-
-
 @st.composite
 def searches(draw: st.DrawFn) -> tuple[list[VictimUnit], int, victim_search.Enough]:
     gpus = [f"gpu-{number}" for number in range(draw(st.integers(1, 4)))]
@@ -69,12 +62,13 @@ def test_no_set_of_victims_is_cheaper(
     if enough(()):
         return
     for known_devices in (devices, 0):
-        result = cheapest_victims(units, known_devices, enough, Tries(), limit.__gt__)
+        tries, before = Tries(), Preemption("another", (), limit)
+        result = cheapest_set("node", units, known_devices, enough, tries, before)
         best = best_of_all(units, enough)
-        assert (result and result.cost) == (best if best is not None and best < limit else None)
-        if result is not None:
-            assert result.is_cheapest
-            assert enough(result.units)
+        assert result is not None
+        assert result.cost == (best if best is not None and best < limit else limit)
+        assert result is before or enough(result.units)
+        assert tries.remaining > 0
 
 
 def test_of_many_equal_pods_a_set_is_found_that_has_no_superfluous_one() -> None:
@@ -83,6 +77,8 @@ def test_of_many_equal_pods_a_set_is_found_that_has_no_superfluous_one() -> None
         for number in range(70)
     ]
     gone_at_least = 35
-    victims = cheapest_victims(units, 1, lambda gone: len(gone) >= gone_at_least, Tries(), lambda _: True)
+    tries = Tries()
+    victims = cheapest_set("node", units, 1, lambda gone: len(gone) >= gone_at_least, tries, None)
     assert victims is not None
-    assert (len(victims.units), victims.is_cheapest) == (gone_at_least, False)
+    assert len(victims.units) == gone_at_least
+    assert tries.remaining <= 0

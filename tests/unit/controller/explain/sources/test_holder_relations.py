@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.cluster.claim_index import PoolDevice
+from controller.cluster.claim_index import PoolDevice, gpu_of, reservations_in
 from controller.explain.pipeline import ReasonFinder
 from controller.explain.reason import ReasonCode
 from controller.explain.situation import Situation as Now
@@ -42,7 +42,8 @@ class Waiting:
 
     def sentence(self, *fenced: PoolDevice) -> str:
         self.clock.advance(5.0)
-        [reason] = self.finder.find(Now(self.there.queue, lookups=self.answers, fenced=fenced))
+        reserved = {gpu_of(entry): uids for entry, uids in reservations_in(fenced).items()}
+        [reason] = self.finder.find(Now(self.there.queue, lookups=self.answers, reserved=reserved))
         assert reason.code is ReasonCode.HELD
         return reason.sentence
 

@@ -37,6 +37,6 @@ def test_a_pod_is_spared_whose_owner_has_lost_two_within_an_hour_as_the_controll
         for name in ("first", "second"):
             lost = msgspec.convert({"metadata": {"name": name, "namespace": "default", "uid": name}}, Pod)
             recent.add(lost, f"default/{OWNER['uid']}")
-        preview = preview_of(client, search, Evictor(client, None, _recent(client)))
+        preview = preview_of(search, Evictor(client, None, _recent(client)))
     assert preview.preemption is None
     assert "ReplicaSet web loses at most 2 pods an hour in this way, and has lost 2" in _as_text(preview, None)
