@@ -6,7 +6,7 @@ read again directly before an eviction, which has the pod's UID as its precondit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from controller.metrics import ControllerMetrics
 
 MOST_OF_OWNER = 2
-"""Most pods of one owner that are evicted within an hour; more evictions would only repeat what did not help."""
+"""Most pods of one owner that are evicted within an hour; more evictions would only repeat what did not help. Pods that
+can only go together count as one."""
 
 PASS_SECONDS = 1.0
 """Time after which a pass of a trigger leaves what is due to the next one: decisions wait meanwhile."""
@@ -113,6 +114,7 @@ class JobSpec(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class JobStatus(msgspec.Struct, frozen=True):
+    succeeded: int = 0
     failed: int = 0
     terminating: int = 0
 
@@ -130,8 +132,14 @@ class Job(msgspec.Struct, frozen=True):
         spec = self.spec
         return spec.completion_mode == "Indexed" and spec.parallelism == spec.completions and spec.completions != 1
 
-    def goes_on(self, evictions: int) -> bool:
-        """Whether the Job goes on after so many evictions: its policy ignores them, or retries are left.
+    @property
+    def unfinished(self) -> int:
+        """How many of a gang's pods have not succeeded."""
+        return (self.spec.completions or 0) - self.status.succeeded
+
+    @property
+    def ignores_evictions(self) -> bool | None:
+        """Whether its policy does not count evictions; None: no rule is about them.
 
         A rule for the exit codes of programs that a signal ends may come first, and fail the Job.
         """
@@ -141,6 +149,12 @@ class Job(msgspec.Struct, frozen=True):
                 return rule.action == "Ignore"
             if rule.action.startswith("Fail") and any(map(rule.concerns, ENDED_BY_SIGNAL)):
                 return False
+        return None
+
+    def goes_on(self, evictions: int) -> bool:
+        """Whether the Job goes on after so many evictions: its policy ignores them, or retries are left."""
+        if self.ignores_evictions is not None:
+            return self.ignores_evictions
         failures = self.status.failed + self.status.terminating + evictions
         return self.spec.backoff_limit_per_index is None and failures <= self.spec.backoff_limit
 
@@ -221,23 +235,27 @@ class Evictor:
                     pods.append(pod)
         return pods
 
-    def protection(self, pods: Sequence[Pod], read: dict[str, Any] | None = None) -> Protection | None:
+    def protection(
+        self, pods: Sequence[Pod], read: dict[str, Any] | None = None, unit_of: Mapping[str, str] | None = None
+    ) -> Protection | None:
         """Why ``pods`` must not be evicted together, or None.
 
-        ``read``: what was read before, by path; it grows. Raises ApiError: what can not be read protects, too.
+        ``read``: what was read before, by path; it grows. ``unit_of``: if a GpuPolicy decides over them, what those
+        that can only go together have in common, by UID: for their owner they count as one.
+        Raises ApiError: what can not be read protects, too.
         """
         read, namespaces = {} if read is None else read, sorted({pod.metadata.namespace for pod in pods})
         if len(namespaces) != 1:
             of_each = ([pod for pod in pods if pod.metadata.namespace == namespace] for namespace in namespaces)
-            return next(filter(None, (self.protection(of_namespace, read) for of_namespace in of_each)), None)
+            return next(filter(None, (self.protection(of_namespace, read, unit_of) for of_namespace in of_each)), None)
         for pod in pods:
             if (protected := own_protection(pod)) is not None:
                 return protected
         owners = [owner for pod in pods if (owner := pod.controller) is not None]
         for owner in dict.fromkeys(owners):
-            if (limit := self.owner_limit(owner, pods)) is not None:
+            if (limit := self.owner_limit(owner, pods, unit_of)) is not None:
                 return Protection(ProtectionRule.OWNER_LIMIT, limit)
-            if (protected := self._job_protection(owner, pods, read)) is not None:
+            if (protected := self._job_protection(owner, pods, read, is_by_policy=unit_of is not None)) is not None:
                 return protected
         path = f"/apis/policy/v1/namespaces/{namespaces[0]}/poddisruptionbudgets"
         if path not in read:
@@ -249,7 +267,9 @@ class Evictor:
             reason = "several PodDisruptionBudgets select it, and the API server evicts no such pod"
         return None if reason is None else Protection(ProtectionRule.DISRUPTION_BUDGET, reason)
 
-    def _job_protection(self, owner: OwnerReference, pods: Sequence[Pod], read: dict[str, Any]) -> Protection | None:
+    def _job_protection(
+        self, owner: OwnerReference, pods: Sequence[Pod], read: dict[str, Any], *, is_by_policy: bool
+    ) -> Protection | None:
         if owner.kind != "Job" or not owner.api_version.startswith("batch/"):
             return None
         path = f"/apis/batch/v1/namespaces/{pods[0].metadata.namespace}/jobs/{owner.name}"
@@ -257,9 +277,10 @@ class Evictor:
             read[path] = read_object(self.client, path, JOB)
         job: Job = read[path]
         # The Job's controller may not have counted the last ones yet.
-        if job.goes_on(sum(self._of_owner(owner, pods))):
+        if job.ignores_evictions if is_by_policy else job.goes_on(sum(self._of_owner(owner, pods))):
             return None
-        reason = f"Job {owner.name} would count it as a failure and has no retries left (podFailurePolicy)"
+        left = "" if is_by_policy else " and has no retries left"
+        reason = f"Job {owner.name} would count it as a failure{left} (podFailurePolicy)"
         return Protection(ProtectionRule.JOB_RETRIES, reason)
 
     def evict_all(self, pods: Iterable[Pod], trigger: Trigger | None) -> Iterator[Pod]:
@@ -306,14 +327,19 @@ class Evictor:
         owner = pod.controller
         return owner is not None and self.recent.of_owner(_owner_key(pod.metadata.namespace, owner), ()) > 0
 
-    def owner_limit(self, owner: OwnerReference, pods: Sequence[Pod]) -> str | None:
+    def owner_limit(
+        self, owner: OwnerReference, pods: Sequence[Pod], unit_of: Mapping[str, str] | None = None
+    ) -> str | None:
         """Why those of ``pods`` that belong to ``owner`` are not evicted at present, or None."""
-        return owner_limit(owner, *self._of_owner(owner, pods))
+        return owner_limit(owner, *self._of_owner(owner, pods, unit_of))
 
-    def _of_owner(self, owner: OwnerReference, pods: Sequence[Pod]) -> tuple[int, int]:
-        """Numbers of pods of ``owner``: those that were evicted lately, and those among ``pods``."""
+    def _of_owner(
+        self, owner: OwnerReference, pods: Sequence[Pod], unit_of: Mapping[str, str] | None = None
+    ) -> tuple[int, int]:
+        """Numbers of units of ``owner``: those that were evicted lately, and those among ``pods``."""
         uids = {pod.metadata.uid for pod in pods if (of_pod := pod.controller) is not None and of_pod.uid == owner.uid}
-        return self.recent.of_owner(_owner_key(pods[0].metadata.namespace, owner), uids), len(uids)
+        lost = self.recent.of_owner(_owner_key(pods[0].metadata.namespace, owner), uids)
+        return lost, len({(unit_of or {}).get(uid, uid) for uid in uids})
 
     def count(self, trigger: Trigger | None, outcome: Outcome) -> None:
         if self._metrics is not None and trigger is not None:

@@ -69,7 +69,7 @@ class RunningPods:
         self.claims = {str(claim.metadata.key): claim for claim in claims}
         nodes = list(nodes)
         self._allocatable = {node.metadata.name: node.status.allocatable for node in nodes}
-        self._jobs = {job.metadata.uid for job in jobs if job.is_gang}
+        self._jobs = {job.metadata.uid: job.unfinished for job in jobs if job.is_gang}
         self._idle_since = idle_since
         self._anti_affinity = AntiAffinity(self.pods.values(), nodes)
         self._gangs: dict[tuple[str, str], list[Pod]] = {}
@@ -90,6 +90,13 @@ class RunningPods:
         if of_set is not None:
             return (pod.metadata.namespace, f"LeaderWorkerSet {of_set}")
         return (pod.metadata.namespace, f"Job {owner.name}") if owner is not None and owner.uid in self._jobs else None
+
+    def waiting_of_gang(self, pod: Pod, pods: Iterable[Pod]) -> int:
+        """How many of the gang of ``pod`` wait: those among ``pods``, and of a Job those that do not exist yet."""
+        gang, owner = self.gang_of(pod), pod.controller
+        waiting = 0 if gang is None else sum(self.gang_of(other) == gang for other in pods)
+        of_job = self._jobs.get(owner.uid, 0) if owner is not None else 0
+        return max(waiting, of_job - len(self._gangs.get(gang or ("", ""), ())))
 
     def ties(self, pod: Pod) -> frozenset[object]:
         """What ``pod`` has in common with those that it works with: its owner, gang and claims."""
@@ -264,8 +271,7 @@ class PreemptionSearch:
             return "its preemptionPolicy is Never"
         if pod.status.nominated_node_name:
             return f"the scheduler makes room for it on node {pod.status.nominated_node_name}"
-        gang = self.running.gang_of(pod)
-        waiting = 0 if gang is None else sum(self.running.gang_of(other) == gang for other in queue.pods)
+        gang, waiting = self.running.gang_of(pod), self.running.waiting_of_gang(pod, queue.pods)
         if gang is not None and waiting > 1:
             return f"it is one of {waiting} waiting pods of {gang[1]}: room for one of them serves none"
         if any(self._lacking(node, ()) is None for node in self._free):

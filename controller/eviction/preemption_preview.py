@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from controller.eviction.evictor import Evictor, Job, Trigger, owner_limit
+from controller.eviction.evictor import MOST_OF_OWNER, Evictor, Job, Trigger, owner_limit
 from controller.eviction.gpu_policy import GpuPolicy
 from controller.eviction.preemption import PreemptionSearch, RunningPods
 from controller.eviction.victim_search import Preemption
@@ -150,21 +150,35 @@ def preview_of(search: PreemptionSearch, evictor: Evictor | None) -> Preview:
         units = sorted(preemption.units, key=lambda unit: unit.cost) if preemption is not None else []
         for unit in units:
             pods = running.of_units([unit])
-            if (why := protection_of(evictor, pods, read)) is not None:
+            if (why := protection_of(evictor, [pods], read)) is not None:
                 protected[unit.pods] = why
             elif search.moves and (hidden := [field for moved in pods for field in _unexamined(evictor, moved)]):
                 protected[unit.pods] = f"what {', '.join(hidden)} of it mean for another node is not examined"
-        if units and not protected and (why := protection_of(evictor, running.of_units(units), read)) is not None:
-            protected[units[-1].pods] = f"{why} together with others"
+        of_units = [running.of_units([unit]) for unit in units]
+        if units and not protected and (why := protection_of(evictor, of_units, read)) is not None:
+            others = (units[-1].pods, *_beyond_owner_limit(running, of_units))
+            protected |= dict.fromkeys(others, f"{why} together with others")
         if not protected:
             return Preview(None, preemption, search, fields)
-        others = sorted((unit for unit in running.units.values() if unit.pods not in asked), key=lambda unit: unit.cost)
-        for unit in others[:MAX_ASKED]:  # else there would be a search for each
+        remaining = [unit for unit in running.units.values() if unit.pods not in asked]
+        for unit in sorted(remaining, key=lambda unit: unit.cost)[:MAX_ASKED]:  # else there would be a search for each
             asked.add(unit.pods)
-            if (why := protection_of(evictor, running.of_units([unit]), read)) is not None:
+            if (why := protection_of(evictor, [running.of_units([unit])], read)) is not None:
                 protected[unit.pods] = why
         search.protected |= protected
     return Preview(obstacle, None, search, fields)
+
+
+def _beyond_owner_limit(running: RunningPods, units: Iterable[Iterable[Pod]]) -> Iterator[tuple[str, ...]]:
+    """Of owners of which too many are among ``units``, on each node the units beyond the cheapest ones that such an
+    owner may lose; else there would be a search for each node."""
+    counts = Counter(owner for unit in units for owner in {pod.controller for pod in unit})
+    owners, counted = {owner for owner, count in counts.items() if count > MOST_OF_OWNER}, Counter[Any]()
+    for (node, pods), unit in sorted(running.units.items(), key=lambda item: item[1].cost):
+        for owner in owners.intersection(pod.controller for pod in running.of_units([unit])):
+            counted[node, owner] += 1
+            if counted[node, owner] > MOST_OF_OWNER:
+                yield pods
 
 
 def _of_other_drivers(search: PreemptionSearch) -> Sequence[str]:
@@ -176,13 +190,18 @@ def _of_other_drivers(search: PreemptionSearch) -> Sequence[str]:
     return () if all(met) else (OTHERS,)
 
 
-def protection_of(evictor: Evictor | None, pods: Iterable[Pod], read: dict[str, Any] | None = None) -> str | None:
-    """Why ``pods`` must not be evicted together, or None. ``read``: as for ``Evictor.protection``."""
+def protection_of(
+    evictor: Evictor | None, units: Sequence[Sequence[Pod]], read: dict[str, Any] | None = None
+) -> str | None:
+    """Why these pods must not be evicted, or None; those of a unit can only go together. ``read``: as for
+    ``Evictor.protection``."""
     if evictor is None:
-        counts = Counter(pod.controller for pod in pods).items()
+        counts = Counter(owner for unit in units for owner in {pod.controller for pod in unit}).items()
         return next(filter(None, (owner_limit(owner, 0, count) for owner, count in counts if owner is not None)), None)
+    pods = [pod for unit in units for pod in unit]
+    unit_of = {pod.metadata.uid: unit[0].metadata.uid for unit in units for pod in unit}
     try:
-        protection = evictor.protection(list(pods), read)
+        protection = evictor.protection(pods, read, unit_of)
     except ApiError as error:
         return f"what protects it can't be read: {error}"
     return None if protection is None else protection.reason

@@ -319,11 +319,13 @@ class Preemptions:
         preemption, evicted = chosen.preemption, chosen.victims[: 1 if chosen.moves else None]
         message = f"its devices are taken back on node {preemption.node}; pods that are evicted: {chosen.named()}"
         self._recorder.event(pod_reference(chosen.pod), EVICTING[bool(chosen.moves)], message)
-        hours = {pod: round(unit.cost.gpu_hours / len(unit.pods), 3) for unit in preemption.units for pod in unit.pods}
+        unit_of = {pod: unit for unit in preemption.units for pod in unit.pods}
         try:
             for victim, policy in evicted:
                 cause = EvictionCause(policy=policy.metadata.name, contender=str(chosen.pod.metadata.key))
-                cause["gpu_hours"] = hours[str(victim.metadata.key)]
+                unit = unit_of[str(victim.metadata.key)]
+                cause["gpu_hours"] = round(unit.cost.gpu_hours / len(unit.pods), 3)
+                cause["unit"] = unit.pods[0] if unit.pods[1:] else ""
                 trigger, text = chosen.trigger(victim), chosen.for_victim(victim)
                 if not self._still_waits(chosen.pod):
                     break

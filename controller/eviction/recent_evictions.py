@@ -39,7 +39,8 @@ MAX_ATTEMPTS = 5
 
 class Eviction(msgspec.Struct, frozen=True, array_like=True):
     """A pod by its UID, its owner as the evictor names it, the API server's time in seconds since 1970, and the
-    GpuPolicy, if there is one. Then, which earlier versions do not write: for whom, and what it has cost."""
+    GpuPolicy, if there is one. Then, which earlier versions do not write: for whom, what it has cost, and the first of
+    the pods that could only go together with it."""
 
     pod: str
     owner: str
@@ -50,14 +51,16 @@ class Eviction(msgspec.Struct, frozen=True, array_like=True):
     trigger: str = ""
     contender: str = ""
     gpu_hours: float = 0.0
+    unit: str = ""
 
 
 class EvictionCause(TypedDict, total=False):
-    """The GpuPolicy by which a pod is evicted, the pod for which it is, and the work that is lost."""
+    """The GpuPolicy by which a pod is evicted, the pod for which it is, the work that is lost, and its unit."""
 
     policy: str
     contender: str
     gpu_hours: float
+    unit: str
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -85,8 +88,9 @@ class RecentEvictions:
         self._remember(self._client.find(f"{self._folder}/{FENCE}") or {})
 
     def of_owner(self, owner: str, besides: Collection[str]) -> int:
-        """Number of pods of ``owner`` that were evicted; those with a UID in ``besides`` do not count."""
-        return sum(past.owner == owner and past.pod not in besides for past in self._counting())
+        """Number of units of ``owner`` that were evicted; pods with a UID in ``besides`` do not count."""
+        lost = (past for past in self._counting() if past.owner == owner and past.pod not in besides)
+        return len({past.unit or past.pod for past in lost})
 
     def on_node(self, node: str, seconds: float) -> int:
         """Number of pods that were evicted from ``node`` within the last ``seconds`` since they could not start."""

@@ -5,12 +5,13 @@ Idle pods that are evicted for a waiting pod are victims like others (``preempti
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 
 from controller.eviction.evictor import Evictor, Outcome, Trigger, own_protection, pod_reference
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, seconds_of
 from controller.eviction.preemption import RunningPods, VictimRules
 from controller.eviction.preemption_preview import protection_of
+from controller.eviction.recent_evictions import EvictionCause
 from driver.clock import Clock, written_time
 from driver.errors import ApiError
 from driver.kube.events import Recorder
@@ -64,12 +65,12 @@ class IdlePods:
         reason = "IdleSoon" if policy.spec.evicts_idle else "Idle"
         self._recorder.event(pod_reference(pod), reason, text, "Warning", lasting=True)
 
-    def _evict(self, victims: Collection[tuple[Pod, GpuPolicy]]) -> set[str]:
+    def _evict(self, victims: Sequence[tuple[Pod, GpuPolicy]]) -> set[str]:
         """Evict all or none. Returns the UIDs of those that only the mode DryRun spares."""
         is_active = all(policy.spec.evicts_idle for _, policy in victims)
         obstacle = self._evictor.recent.limit(victims) if is_active else None
         # What protects them is read from the API server, so only if they would go otherwise.
-        if obstacle is None and protection_of(self._evictor, (pod for pod, _ in victims)) is not None:
+        if obstacle is None and protection_of(self._evictor, [[pod for pod, _ in victims]]) is not None:
             return set()
         if not is_active:
             for pod, policy in victims:
@@ -82,7 +83,8 @@ class IdlePods:
             for is_rehearsal in (True, False):
                 for pod, policy in victims if obstacle is None else ():
                     name = policy.metadata.name
-                    is_there = self._evictor.evict(pod, Trigger.RECLAIM, is_rehearsal=is_rehearsal, policy=name)
+                    cause = EvictionCause(policy=name, unit=str(victims[0][0].metadata.key) if victims[1:] else "")
+                    is_there = self._evictor.evict(pod, Trigger.RECLAIM, is_rehearsal=is_rehearsal, **cause)
                     if is_there and not is_rehearsal:
                         text = f"evicted by GpuPolicy {name}: its devices are idle"
                         self._recorder.event(pod_reference(pod), RECLAIMED, text, "Warning")

@@ -109,12 +109,14 @@ class Contest:
     def cheapest_of_all(self) -> EvictionCost | None:
         """The least cost of all sets of pods that are enough, each of which is tried, after ``search``; None: no set.
 
-        A set has pods of one node: devices of other nodes are of no use. What a checkpoint saves, pods that can only go
-        together and protected ones are not known here.
+        A set has pods of one node: devices of other nodes are of no use. A node that only lacks CPU is the scheduler's.
+        What a checkpoint saves, pods that can only go together and protected ones are not known here.
         """
         queue, best = self.there.queue, None
         [waiting] = [item for item in queue.pods if item.metadata.name == WAITING]
         for node, pods in self._on_nodes.items():
+            if self._has_devices(queue, waiting, node, {f"default/{name}" for name in pods}):
+                continue
             lower = [name for name in pods if self.costs[name].priority < PRIORITY]
             for gone in chain.from_iterable(combinations(lower, size) for size in range(1, len(lower) + 1)):
                 cost = reduce(EvictionCost.plus, (self.costs[name] for name in gone), EvictionCost())
@@ -126,12 +128,14 @@ class Contest:
     def _is_enough(self, queue: Queue, waiting: Pod, node: str, staying: set[str]) -> bool:
         """Whether the waiting pod would fit on ``node`` with no other pods than these."""
         used, request = sum(self._uses[name.removeprefix("default/")] for name in staying), self._uses[WAITING]
+        return (request == 0 or used + request <= self._cpu) and self._has_devices(queue, waiting, node, staying)
+
+    def _has_devices(self, queue: Queue, waiting: Pod, node: str, staying: set[str]) -> bool:
         remaining = [
             entry.holding(device for device in entry.held if staying & set(queue.holders[node, device.name]))
             for entry in queue.feasibility.fleet.nodes[node]
         ]
-        fits = (queue.feasibility.fits_on(remaining, needed) for needed in queue.combinations(waiting))
-        return (request == 0 or used + request <= self._cpu) and any(fits)
+        return any(queue.feasibility.fits_on(remaining, needed) for needed in queue.combinations(waiting))
 
 
 def _requests(cpu: int) -> dict[str, Any]:

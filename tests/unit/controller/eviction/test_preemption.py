@@ -307,6 +307,18 @@ def test_a_pod_with_thousands_of_init_containers_is_added_up_in_a_moment() -> No
     assert names(contest.search(cpu=1).best()) == ["p"]
 
 
+def test_nodes_with_many_pods_of_one_owner_do_not_keep_pods_on_other_nodes_from_being_evicted() -> None:
+    nodes = [f"n{number:02}" for number in range(40)]
+    contest = Contest([gpu for node in [*nodes, "other"] for gpu in node_of(node, "full", gpus=3)])
+    for node in [*nodes, "other"]:
+        for number in range(3):
+            owner = {**OWNER, "uid": f"{number}"} if node == "other" else OWNER
+            metadata = {"ownerReferences": [owner]}
+            contest.runs(f"{node}-{number}", node, f"gpu-{number}", priority=int(node == "other"), metadata=metadata)
+    preemption = preview_of(contest.search(count=3), None).preemption
+    assert names(preemption) == ["other-0", "other-1", "other-2"]
+
+
 def test_the_sets_that_are_tried_for_one_pod_are_limited_however_often_protected_pods_are_left_out() -> None:
     """Tenants choose how many PodDisruptionBudgets there are."""
     contest = Contest(node_of("a", "full", gpus=8))
@@ -358,6 +370,17 @@ def test_the_pods_of_a_job_go_together_if_they_work_together(spec: dict[str, Any
     assert names(contest.search().best()) == victims
 
 
+def test_a_gang_whose_other_pods_are_not_created_yet_gets_no_pod_evicted_for_one_of_them() -> None:
+    """Such as pods of an Indexed Job that a ResourceQuota still forbids: a gang gets all of its devices or none."""
+    contest = Contest(node_of("a", "full", gpus=1))
+    contest.runs("p", "a", "gpu-0")
+    spec = {"completionMode": "Indexed", "parallelism": 4, "completions": 4}
+    contest.jobs.append(msgspec.convert({"metadata": {"name": "train", "uid": "train"}, "spec": spec}, Job))
+    owner = {**OWNER, "kind": "Job", "apiVersion": "batch/v1", "name": "train", "uid": "train"}
+    search = contest.search(metadata={"ownerReferences": [owner]})
+    assert search.obstacle() is not None
+
+
 @pytest.mark.parametrize(
     ("gang", "metadata"),
     [
@@ -369,7 +392,6 @@ def test_a_pod_of_a_gang_whose_pods_wait_together_gets_no_pod_evicted(gang: str,
     contest = Contest(node_of("a", "full", gpus=1))
     contest.runs("p", "a", "gpu-0")
     contest.jobs.append(msgspec.convert({"metadata": {"name": "train", "uid": "owner"}, "spec": INDEXED}, Job))
-    assert contest.search(metadata=metadata).obstacle() is None
     contest.there.wants(request(selector=FULL), name="other", metadata=metadata)
     assert (
         contest.search(metadata=metadata).obstacle()

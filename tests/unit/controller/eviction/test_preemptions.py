@@ -329,6 +329,31 @@ def test_a_job_of_some_namespace_with_an_empty_list_in_its_failure_policy_does_n
     assert site.api.evicted == ["notebook"]
 
 
+INDEXED_JOB = {"kind": "Job", "apiVersion": "batch/v1", "name": "train", "uid": "train", "controller": True}
+IGNORES = [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+
+
+@pytest.mark.parametrize(("rules", "evicted"), [(IGNORES, ["worker-0", "worker-1", "worker-2"]), ([], [])])
+def test_all_pods_of_a_gang_are_evicted_if_its_job_does_not_count_that_as_failures(
+    site: Site, rules: list[Object], evicted: list[str]
+) -> None:
+    """For the limit of an owner they are one: otherwise no gang of three could ever be evicted."""
+    site.contest = contest = Contest(node_of("a", "full", gpus=3))
+    for number in range(3):
+        contest.runs(f"worker-{number}", "a", f"gpu-{number}", metadata={"ownerReferences": [INDEXED_JOB]})
+    contest.search(selector=FULL, status=REFUSED)
+    size = {"completionMode": "Indexed", "parallelism": 3, "completions": 3, "backoffLimit": 6}
+    path = "/apis/batch/v1/namespaces/default/jobs/train"
+    site.api.store(
+        path, metadata={"name": "train", "uid": "train"}, spec={**size, "podFailurePolicy": {"rules": rules}}
+    )
+    site.turn(policy("notebooks", **ACTIVE))
+    assert sorted(site.api.evicted) == evicted
+    recent = RecentEvictions(site.api.server.client(), "tessera")
+    recent.refresh()
+    assert recent.of_owner("default/train", ()) == bool(evicted)
+
+
 @pytest.fixture
 def counting(site: Site) -> Site:
     """The waiting pod requests an extended resource, and so has no claim before the scheduler has chosen a device."""

@@ -83,7 +83,7 @@ def test_nodes_that_ask_often_are_not_written_each_time(api: ClusterApi) -> None
 
 def test_nobody_is_evicted_once_the_record_is_longer_than_the_api_server_takes(api: ClusterApi) -> None:
     clock = FakeClock()
-    evictions = tuple(Eviction(f"uid-{n}", "team/" + "x" * 250, "n" * 250, clock.now().timestamp()) for n in range(370))
+    evictions = tuple(Eviction(f"uid-{n}", "team/" + "x" * 250, "n" * 250, clock.now().timestamp()) for n in range(369))
     text = msgspec.json.encode(Record(evictions)).decode()
     assert MAX_RECORD_BYTES - 4000 < len(text) < MAX_RECORD_BYTES
     api.store(f"{CONFIG_MAPS}/tessera-fence", metadata={"annotations": {ANNOTATION: text}})
