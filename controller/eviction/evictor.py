@@ -279,8 +279,8 @@ class Evictor:
         # The Job's controller may not have counted the last ones yet.
         if job.ignores_evictions if is_by_policy else job.goes_on(sum(self._of_owner(owner, pods))):
             return None
-        left = "" if is_by_policy else " and has no retries left"
-        reason = f"Job {owner.name} would count it as a failure{left} (podFailurePolicy)"
+        retries = "" if is_by_policy else " and has no retries left"
+        reason = f"Job {owner.name} would count it as a failure{retries} (podFailurePolicy)"
         return Protection(ProtectionRule.JOB_RETRIES, reason)
 
     def evict_all(self, pods: Iterable[Pod], trigger: Trigger | None) -> Iterator[Pod]:

@@ -146,6 +146,7 @@ def test_the_pod_is_bound_after_the_victims_that_are_named_have_ended(waiting: C
     api.post(POLICIES, yaml.safe_load(POLICY))
     preview = preempt(waiting)[1]
     assert (preview["node"], preview["isCheapest"]) == ("one", True)
+    assert preview["waitsFor"] == "their policies only report it (mode or action): notebooks"
     assert [victim["pods"] for victim in preview["victims"]] == [[f"default/{name}"]]
     wait_for(
         lambda: [event for event in events_of(waiting, "notebooks") if f"default/{name}" in event["message"]],

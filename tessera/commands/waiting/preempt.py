@@ -14,7 +14,7 @@ from controller.demand.pending_claims import Queue
 from controller.eviction.evictor import Evictor
 from controller.eviction.gpu_policy import GpuPolicies, GpuPolicy, parse_policy, read_policies
 from controller.eviction.preemption import PreemptionSearch
-from controller.eviction.preemption_preview import Preview, preview_of, read_running
+from controller.eviction.preemption_preview import ChosenVictims, Preview, preview_of, read_running
 from controller.eviction.recent_evictions import RecentEvictions
 from controller.eviction.victim_search import EvictionCost, Preemption
 from controller.report.claim_explainer import key_of
@@ -74,7 +74,8 @@ def preempt(
     search = PreemptionSearch(view.queue, pod, read_running(client), allowing, client.clock)
     preview = preview_of(search, evictor)
     second = None if preview.preemption is None else preview.search.second(preview.preemption)
-    show(output, _as_json(preview, second), _as_text(preview, second))
+    waits_for = None if preview.preemption is None else _why_not_now(preview.search, preview.preemption, evictor)
+    show(output, {**_as_json(preview, second), "waitsFor": waits_for}, _as_text(preview, second, waits_for))
     sys.exit(0 if preview.preemption is not None else 1)
 
 
@@ -107,6 +108,17 @@ def _waiting_pod(queue: Queue, name: str, namespace: str) -> Pod:
     raise FatalError(f"no {what} named {key.name} waits for devices in namespace {key.namespace} (tessera why)")
 
 
+def _why_not_now(search: PreemptionSearch, preemption: Preemption, evictor: Evictor) -> str | None:
+    """Why the controller does not evict these pods at present; None: it does."""
+    chosen = ChosenVictims.of(search, preemption)
+    if not chosen.is_active:
+        names = ", ".join(sorted({policy.metadata.name for _, policy in chosen.victims}))
+        return f"their policies only report it (mode or action): {names}"
+    if evictor.has_lost_pods(search.pod):
+        return "the owner of the waiting pod has lost a pod in this way within an hour"
+    return evictor.recent.limit(chosen.victims)
+
+
 def _as_json(preview: Preview, second: Preemption | None) -> dict[str, Any]:
     preemption, search = preview.preemption, preview.search
     return {
@@ -132,7 +144,7 @@ def _cost(cost: EvictionCost) -> dict[str, Any]:
     return {"priority": cost.priority, **pods, "gpuHours": cost.gpu_hours, "slices": cost.slices}
 
 
-def _as_text(preview: Preview, second: Preemption | None) -> str:
+def _as_text(preview: Preview, second: Preemption | None, waits_for: str | None = None) -> str:
     pod, preemption = preview.search.pod, preview.preemption
     parts = [f"pod {printable(str(pod.metadata.key))} waits for devices with priority {pod.spec.priority}"]
     if preview.obstacle is not None:
@@ -141,6 +153,7 @@ def _as_text(preview: Preview, second: Preemption | None) -> str:
         parts.append("no set of pods that may be evicted makes room for it")
     else:
         parts += _of_victims(preemption, second)
+        parts += [f"the controller does not evict them now: {printable(waits_for)}"] if waits_for is not None else []
     if preview.unexamined:
         fields = ", ".join(preview.unexamined)
         parts.append(f"not examined: {fields} of the pod, which may keep it from the node all the same")
