@@ -83,7 +83,7 @@ def test_the_evictions_of_a_day_are_those_that_the_controller_has_recorded(may_r
             api.once("get", lambda exchange: exchange.refuse(403, "forbidden"))
         view = replace(MapCluster().gpu("n", 0).view(), reads=ClusterReads(client, ControllerSettings()))
         content = json.loads(gzip.decompress(content_of(view, lambda: True).complete("v")))
-    row = ["uid", "dev/o", "n", at, "notebooks", "dev/notebook", "preemption", "team-a/serve", 1.5]
+    row = ["uid", "dev/o", "n", at, "notebooks", "dev/notebook", "preemption", "team-a/serve", 1.5, ""]
     assert content["evictions"] == ([row] if may_read else [])
 
 
