@@ -139,7 +139,7 @@ bench-versions: env ## measure how soon pods are bound on Kubernetes 1.34 to 1.3
 
 CASES ?= 150
 PARTS ?=
-bench-preempt: binaries ## measure how devices are taken back for pods of higher priority (CASES=; PARTS="optimum binding mix decision"; 20 minutes, root)
+bench-preempt: binaries ## measure how devices are taken back for pods of higher priority (CASES=; PARTS="optimum binding mix decision"; 15 minutes, root)
 	@$(RUN)/python -m tests.bench.preempt --cases $(CASES) $(addprefix --part ,$(PARTS))
 
 integration: env binaries ## test with the real Kueue, Volcano, cluster-autoscaler and Prometheus, built on the first run (CONTRIBUTING.md; root)
