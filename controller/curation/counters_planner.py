@@ -9,8 +9,8 @@ gains more than the stickiness (for a new choice: on average per offer).
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,6 +31,9 @@ from driver.placement.ranking import RankedGpu, Ranking
 EXTRA_EXCHANGES = 8
 """The limit of exchanges beyond the number of published offers, far above any that was observed."""
 
+PASSES = 8
+"""The limit of passes. It is even: of two choices that alternate for ever, every decision ends with the same one."""
+
 
 class CountersPlanner:
     """Plans for schedulers that subtract counters: offers may overlap, and the scheduler chooses among them.
@@ -50,7 +53,7 @@ class CountersPlanner:
         self._ranked: RankedFleet | None = None
         self._overdue_claims = OverdueClaims()
         self._overlapping_offers: frozenset[Offer] = frozenset()
-        """The offers that the last plan contains only because they overlap larger ones."""
+        """The last plan has these offers only because they overlap larger ones: they are not the best of their kind."""
 
     @property
     def next_s(self) -> float | None:
@@ -73,43 +76,41 @@ class CountersPlanner:
     def curate(
         self,
         fleet: Fleet,
-        demands: Iterable[Demand] = (),
+        demands: Collection[Demand] = (),
         published: Collection[Offer] = (),
         protected: Collection[Offer] = (),
         asked: AskedKinds = NOTHING_ASKED,
+        passes: int = PASSES,
     ) -> tuple[Offer, ...]:
         """The offers of the default kinds and of the kinds in demand, in a fixed order.
 
         ``published`` are the present offers, ``protected`` those among them that the scheduler may just have given to
         a pending claim: they stay while they are possible. Demand for kinds that the fleet lacks is ignored.
-        ``asked``: the kinds that all claims and templates ask for, pending or not.
+        ``asked``: the kinds that all claims and templates ask for, pending or not. Larger kinds are chosen first, and
+        avoid only present offers of smaller ones: several kinds are chosen again until they stay, in up to ``passes``.
         """
         ranked = self._ranked
         if ranked is None or ranked.fleet is not fleet:
             ranked = self._ranked = RankedFleet(fleet, self.ranking, ranked)
-        by_kind: defaultdict[OfferKind, list[Demand]] = defaultdict(list)
-        for demand in demands:
-            by_kind[demand.kind].append(demand)
+        requested = {demand.kind for demand in demands}
         present = {offer: place for offer in published if (place := ranked.place(offer)) is not None}
-        # Offers that were chosen for their overlap are not the best places for claims of their kind.
         places = {offer: place for offer, place in present.items() if offer not in self._overlapping_offers}
-        keep = {places[offer] for offer in protected if offer in places}
+        keep = frozenset(places[offer] for offer in protected if offer in places)
         chosen, for_pending = {*ranked.open_places}, tuple[FleetPlace, ...]()
-        awaited = {place for place in places.values() if place.spot.kind in by_kind}
+        awaited = {place for place in places.values() if place.spot.kind in requested}
         default_kinds = ranked.default_kinds(asked)
         for kind in sorted(ranked.kinds, key=ranked.sizes.__getitem__, reverse=True):
             of_kind = {place for place in places.values() if place.spot.kind == kind}
-            of_demands = by_kind.get(kind, [])
+            of_demands = [demand for demand in demands if demand.kind == kind]
             eligible_for_all = [demand.eligible for demand in of_demands if demand.all_devices]
-            fixed = (of_kind & keep).union(*(ranked.places(kind, eligible) for eligible in eligible_for_all))
+            fixed = (keep & of_kind).union(*(ranked.places(kind, eligible) for eligible in eligible_for_all))
             default = Need(default_kinds.get(kind), self.offers if kind in default_kinds else 0)
             needs = () if kind == SHARED else needs_of(ranked, kind, of_demands, of_kind, default)
             awaited -= of_kind
-            to_avoid = ((*for_pending, *sorted(awaited)), for_pending) if kind in by_kind else ()
+            to_avoid = ((*for_pending, *sorted(awaited)), for_pending) if kind in requested else ()
             for avoided in dict.fromkeys((*to_avoid, ())):
                 draft = OfferDraft(ranked, kind, avoided)
-                selection: OfferSelection | SharedSelection
-                selection = OfferSelection(draft, needs, frozenset(fixed), self.stickiness)
+                selection: OfferSelection | SharedSelection = OfferSelection(draft, needs, fixed, self.stickiness)
                 if kind == SHARED:
                     selection = SharedSelection(draft, of_demands, fixed, self.offers, asked.gib, self.stickiness)
                 selection.choose(of_kind)
@@ -117,9 +118,11 @@ class CountersPlanner:
                     break
             for_pending += tuple(sorted(selection.draft.places)) if avoided in to_avoid else ()
             chosen |= selection.draft.places.union(selection.extra)
-        smaller = {*overlapping_smaller_places(ranked, chosen, asked, present.values())} if asked.choices else set()
+        smaller = overlapping_smaller_places(ranked, chosen, asked, present.values()) if asked.choices else set()
         self._overlapping_offers = frozenset(map(ranked.offer, smaller))
-        return tuple(ranked.offer(place) for place in sorted(chosen | smaller))
+        offers = tuple(ranked.offer(place) for place in sorted(chosen | smaller))
+        is_settled = len(requested) < 2 or present.keys() == {*offers} or passes == 1
+        return offers if is_settled else self.curate(fleet, demands, offers, protected, asked, passes - 1)
 
 
 @dataclass(frozen=True)
@@ -341,14 +344,15 @@ def _price(
 
 def overlapping_smaller_places(
     fleet: RankedFleet, offered: set[FleetPlace], asked: AskedKinds, published: Collection[FleetPlace]
-) -> Iterator[FleetPlace]:
+) -> set[FleetPlace]:
     """For each of ``offered`` a smaller place that overlaps it, if some claim or template accepts both kinds.
 
     A claim that accepts both kinds gets the smaller device, which comes first in the slice. While the smaller device is
-    held, shared counters exclude the larger one. Of several such places one of ``published`` is preferred.
+    held, shared counters exclude the larger one. Of several such places one of ``published`` is preferred. The smallest
+    of ``offered`` come first: what overlaps them mostly overlaps the others, too.
     """
-    sizes = fleet.sizes
-    for place in sorted(offered):
+    sizes, overlapping = fleet.sizes, set[FleetPlace]()
+    for place in sorted(offered, key=lambda place: (sizes[place.spot.kind], place)):
         for choice in asked.choices:
             if place.spot.kind in choice:
                 memory_bytes = sizes[place.spot.kind].memory_bytes
@@ -356,8 +360,9 @@ def overlapping_smaller_places(
                 gpu = fleet.cliques[place.clique].gpus[place.position]
                 spots = _overlapping(gpu, place.spot, sorted(smaller, key=sizes.__getitem__))
                 places = [FleetPlace(place.clique, place.position, spot) for spot in spots]
-                if places and offered.isdisjoint(places):
-                    yield next((smaller for smaller in places if smaller in published), places[0])
+                if places and offered.isdisjoint(places) and overlapping.isdisjoint(places):
+                    overlapping.add(next((smaller for smaller in places if smaller in published), places[0]))
+    return overlapping
 
 
 def _overlapping(gpu: RankedGpu, larger: Spot, kinds: Iterable[OfferKind]) -> list[Spot]:

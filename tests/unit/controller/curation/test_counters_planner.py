@@ -124,6 +124,34 @@ def test_pending_claims_of_different_kinds_find_offers_that_take_nothing_from_ea
         fleet = take(fleet, offer)
 
 
+PARTS = [Demand(partition("1g.10gb+me"), 2, frozenset({"a/0"})), Demand(SMALL, 4), Demand(partition("1g.20gb"), 2)]
+OF_THREE_SIZES = frozenset(map(partition, ("1g.10gb", "2g.20gb", "4g.40gb")))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "waiting", "asked", "published"),
+    [
+        ({"a": 2, "b": 1, "c": 1}, [Demand(FULL, 2), Demand(partition("3g.40gb"), 1)], AskedKinds(), ()),
+        ({"a": 2}, PARTS, AskedKinds(), ()),
+        (
+            {"a": 1},
+            (),
+            AskedKinds(OF_THREE_SIZES, frozenset({OF_THREE_SIZES})),
+            [offer("a/0", "1g.10gb", 3), offer("a/0", "1g.10gb", 6)],
+        ),
+    ],
+    ids=["a whole GPU next to one that is cut", "partitions of several sizes", "small offers beside large ones"],
+)
+def test_a_decision_needs_no_second_one_that_takes_its_offers_back(
+    gpus: dict[str, int], waiting: list[Demand], asked: AskedKinds, published: list[Offer]
+) -> None:
+    fleet, planner = Fleet.of(gpu for name in gpus for gpu in node(name, gpus[name])), CountersPlanner(CURATOR.ranking)
+    offers = planner.curate(fleet, waiting, published, asked=asked)
+    assert planner.curate(fleet, waiting, offers, asked=asked) == offers, "while nodes are about to publish them"
+    protected = [offer for offer in offers if offer.spot.kind in {demand.kind for demand in waiting}]
+    assert planner.curate(fleet, waiting, offers, protected, asked) == offers, "once they are published"
+
+
 def test_as_a_burst_grows_larger_kinds_leave_the_offers_that_smaller_claims_wait_for() -> None:
     fleet, seven = fleet_of("a", "b"), Demand(SMALL, 7)
     before = [offer for offer in CURATOR.curate(fleet, [seven]) if offer.spot.kind == SMALL]
