@@ -15,7 +15,7 @@ from controller.step_names import Observer, Step
 from driver.errors import CONFLICT, ApiError
 from driver.kube.client import KubeClient, Object
 from driver.kube.types import GpuNodePlan
-from driver.model.plan import API_VERSION, KIND, PATH, SEPARATE_FIELDS, PlanSpec
+from driver.model.plan import API_VERSION, KIND, PATH, SEPARATE_FIELDS, WITHOUT_SEPARATE_FIELDS, PlanSpec
 from driver.step_observer import observed, unobserved
 
 log = logging.getLogger(__name__)
@@ -183,9 +183,8 @@ class PlanWriter:
 
 
 def _is_current(current: PlanSpec, spec: PlanSpec) -> bool:
-    """Whether a plan needs no write, whatever its ``SEPARATE_FIELDS`` say. Withdrawn devices that have left the slices
-    need not be removed from it."""
-    present = msgspec.structs.replace(current, withdrawn=spec.withdrawn, cordoned=(), cleared=(), config_revision="")
+    """Whether a plan needs no write. Withdrawn devices that have left the slices need not be removed from it."""
+    present = msgspec.structs.replace(current, withdrawn=spec.withdrawn, **WITHOUT_SEPARATE_FIELDS)
     return set(spec.withdrawn) <= set(current.withdrawn) and present == spec
 
 

@@ -6,6 +6,7 @@ not follow the driver name.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 import msgspec
@@ -139,6 +140,9 @@ class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
 
 SEPARATE_FIELDS = ("cordoned", "cleared", "configRevision")
 """The fields of a spec that operators and the rollout of configurations write, and decisions never do."""
+
+WITHOUT_SEPARATE_FIELDS: Mapping[str, object] = {"cordoned": (), "cleared": (), "config_revision": ""}
+"""These fields as a decision has them."""
 
 
 class PlanMode(StrEnum):
