@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -31,16 +30,6 @@ SMALL, SIBLING = "gpu-0-mig-1g10gb-6", "gpu-0-mig-1g10gb-5"
 
 FATAL = sorted(number for number, xid in XIDS.items() if xid.meaning is Meaning.FATAL)
 HARMLESS = sorted(number for number, xid in XIDS.items() if xid.meaning in (Meaning.APPLICATION, Meaning.NOTE))
-
-
-@dataclass
-class Heard:
-    """Keeps every event that it is passed."""
-
-    events: list[GpuEvent] = field(default_factory=list)
-
-    def handle_event(self, event: GpuEvent) -> None:
-        self.events.append(event)
 
 
 def fails_at(event: GpuEvent) -> None:
@@ -395,14 +384,14 @@ class TestHearing:
         # However long the others take to be heard.
         monkeypatch.setattr(nvml_base, "delay", lambda _: go_on.wait(60))
         ill.node.simulated.faults.slow(3, "nvmlDeviceGetMemoryInfo", gpu=1, times=1)
-        heard = Heard()
+        received = list[GpuEvent]()
         looking = threading.Thread(target=ill.look)
         looking.start()
         with in_thread(
-            NvmlEventListener(ill.node.host, heard.handle_event).run, lambda: ill.node.simulated.faults.xid(2, 13)
+            NvmlEventListener(ill.node.host, received.append).run, lambda: ill.node.simulated.faults.xid(2, 13)
         ):
             ill.node.simulated.faults.xid(2, 48)
-            eventually(lambda: 48 in [event.xid for event in heard.events], "the XID is heard")
+            eventually(lambda: 48 in [event.xid for event in received], "the XID is received")
             assert looking.is_alive()
         go_on.set()
         looking.join()
@@ -415,13 +404,13 @@ class TestHearing:
         monkeypatch.setattr(ill.node.host, "_timeouts", TimeoutRunner(0.1))
         ill.node.simulated.faults.slow(1, gpu=1)
         ill.look()
-        heard = Heard()
+        received = list[GpuEvent]()
         with in_thread(
-            NvmlEventListener(ill.node.host, heard.handle_event).run, lambda: ill.node.simulated.faults.xid(2, 13)
+            NvmlEventListener(ill.node.host, received.append).run, lambda: ill.node.simulated.faults.xid(2, 13)
         ):
             ill.node.simulated.faults.xid(2, 48)
             try:
-                eventually(lambda: 48 in [event.xid for event in heard.events], "the XID is heard")
+                eventually(lambda: 48 in [event.xid for event in received], "the XID is received")
             finally:
                 let_go.set()
 
@@ -457,11 +446,11 @@ class TestHearing:
     def test_one_who_fails_to_hear_keeps_no_other_from_it(
         self, ill: HealthUnderTest, caplog: pytest.LogCaptureFixture
     ) -> None:
-        heard = Heard()
-        listener = NvmlEventListener(ill.node.host, fails_at, heard.handle_event)
+        received = list[GpuEvent]()
+        listener = NvmlEventListener(ill.node.host, fails_at, received.append)
         with in_thread(listener.run, lambda: ill.node.simulated.faults.xid(2, 13)):
             ill.node.simulated.faults.xid(2, 48)
-            eventually(lambda: heard.events, "the XID is heard")
+            eventually(lambda: received, "the XID is received")
         assert "internal error while handling an NVML event" in caplog.text
 
 
