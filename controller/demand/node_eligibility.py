@@ -2,7 +2,7 @@
 
 Nodes are selected by the scheduler's rules for node affinity, unschedulable nodes and taints. Other resources, ports,
 volumes and pod affinity are left to the scheduler: offers on nodes that those exclude are superfluous, and the claim
-gets wider offers later (``controller.curation.overdue_claims``).
+gets wider offers later (``controller.curation.overdue_claims``). ``AntiAffinity`` is there for evictions.
 """
 
 from __future__ import annotations

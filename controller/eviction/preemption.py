@@ -25,7 +25,7 @@ from controller.eviction.victim_search import EvictionCost, Preemption, Tries, V
 from controller.explain.sources.moves import Move
 from controller.explain.sources.no_free_device import Reasoning
 from driver.clock import Clock, read_time
-from driver.kube.types import Claim, Key, Node, Pod, PodSpec
+from driver.kube.types import Claim, Key, Node, Pod
 
 KUEUE_LABELS = "kueue.x-k8s.io/"
 GANG_LABEL = "leaderworkerset.sigs.k8s.io/group-key"
@@ -33,6 +33,9 @@ GANG_LABEL = "leaderworkerset.sigs.k8s.io/group-key"
 
 MAX_GRACE_SECONDS = 3600
 """Longest grace period of a victim. Tenants choose it, and the GPU stays reserved until all victims have ended."""
+
+MAX_CLAIMS = 16
+"""Claims of the waiting pod whose tolerations are looked at. Tenants choose how many claims a pod has."""
 
 ENDING_SECONDS = 60.0
 """No pod is evicted if pods that must have ended by then make room."""
@@ -74,7 +77,7 @@ class RunningPods:
         self._anti_affinity = AntiAffinity(self.pods.values(), nodes)
         self._gangs: dict[tuple[str, str], list[Pod]] = {}
         self._on_nodes: dict[str, list[Pod]] = {}
-        self._amounts: dict[tuple[int, str], Fraction] = {}
+        self._amounts: dict[tuple[Key, str], Fraction] = {}
         self.units: dict[tuple[str, tuple[str, ...]], VictimUnit] = {}
         """Of searches of one turn, with the same queue and policies: by node and pods."""
         for pod in self.pods.values():
@@ -91,12 +94,11 @@ class RunningPods:
             return (pod.metadata.namespace, f"LeaderWorkerSet {of_set}")
         return (pod.metadata.namespace, f"Job {owner.name}") if owner is not None and owner.uid in self._jobs else None
 
-    def waiting_of_gang(self, pod: Pod, pods: Iterable[Pod]) -> int:
-        """How many of the gang of ``pod`` wait: those among ``pods``, and of a Job those that do not exist yet."""
-        gang, owner = self.gang_of(pod), pod.controller
-        waiting = 0 if gang is None else sum(self.gang_of(other) == gang for other in pods)
-        of_job = self._jobs.get(owner.uid, 0) if owner is not None else 0
-        return max(waiting, of_job - len(self._gangs.get(gang or ("", ""), ())))
+    def waiting_of_gang(self, gang: tuple[str, str], pod: Pod, pods: Iterable[Pod]) -> int:
+        """How many of the ``gang`` of ``pod`` wait: those among ``pods``, and of a Job those that do not exist yet."""
+        of_job = self._jobs.get(pod.controller.uid, 0) if pod.controller is not None else 0
+        waiting = sum(self.gang_of(other) == gang for other in pods)
+        return max(waiting, of_job - len(self._gangs.get(gang, ())))
 
     def ties(self, pod: Pod) -> frozenset[object]:
         """What ``pod`` has in common with those that it works with: its owner, gang and claims."""
@@ -149,16 +151,16 @@ class RunningPods:
         staying = [pod for pod in self._on_nodes.get(node, ()) if str(pod.metadata.key) not in gone]
         for name in (PODS, *names):
             has = total([RequestedAmount(self._allocatable.get(node, {}).get(name, "0"))])
-            if sum((self._amount(name, other.spec) for other in staying), self._amount(name, pod.spec)) > has:
+            if sum((self._amount(name, other) for other in staying), self._amount(name, pod)) > has:
                 return name
         against = self._anti_affinity.pod_against(pod, node, gone)
         return None if against is None else f"room next to pod {against} (required podAntiAffinity)"
 
-    def _amount(self, resource: str, spec: PodSpec) -> Fraction:
+    def _amount(self, resource: str, pod: Pod) -> Fraction:
         """Remembered: a search asks again for each set of pods."""
-        key = (id(spec), resource)
+        key = (pod.metadata.key, resource)
         if key not in self._amounts:
-            self._amounts[key] = Fraction(1) if resource == PODS else total(requested(spec, resource))
+            self._amounts[key] = Fraction(1) if resource == PODS else total(requested(pod.spec, resource))
         return self._amounts[key]
 
 
@@ -243,7 +245,7 @@ class PreemptionSearch:
         self.spared, self.short_of = list[SparedPods](), dict[str, str]()
         self._going: dict[str, list[VictimUnit]] = {}
         self.rules = self._rules(running, policies, clock, pod)
-        for pending in queue.of_pod(pod)[:16]:  # tenants choose how many claims a pod has
+        for pending in queue.of_pod(pod)[:MAX_CLAIMS]:
             queue = Reasoning(queue).for_claim(pending).queue  # without devices whose taints it does not tolerate
         self.queue, self.pod, self.running, self._clock = queue, pod, running, clock
         by_class = classes_by_resource(queue.cluster.classes).keys()
@@ -252,8 +254,8 @@ class PreemptionSearch:
         """By claim, the GPUs of which it has something, and how many memory slices."""
         for entry in queue.feasibility.fleet:
             for device, claims in held_with_claims(entry, queue.holders):
+                slices = slices_of(entry.state, device.spot.kind, device.spot.at)
                 for claim in claims:
-                    slices = slices_of(entry.state, device.spot.kind, device.spot.at)
                     self._parts.setdefault(claim, []).append((entry, slices))
         self._alternatives, self._tries = list(queue.combinations(pod)), Tries()
         self._free, self._candidates = self._able(queue.feasibility), sorted(self._able(queue.feasibility.unheld))
@@ -271,8 +273,8 @@ class PreemptionSearch:
             return "its preemptionPolicy is Never"
         if pod.status.nominated_node_name:
             return f"the scheduler makes room for it on node {pod.status.nominated_node_name}"
-        gang, waiting = self.running.gang_of(pod), self.running.waiting_of_gang(pod, queue.pods)
-        if gang is not None and waiting > 1:
+        gang = self.running.gang_of(pod)
+        if gang is not None and (waiting := self.running.waiting_of_gang(gang, pod, queue.pods)) > 1:
             return f"it is one of {waiting} waiting pods of {gang[1]}: room for one of them serves none"
         if any(self._lacking(node, ()) is None for node in self._free):
             return "devices for it are free, so no eviction is needed"

@@ -15,7 +15,7 @@ from controller.explain.sources.moves import Move, moves_text
 from driver.errors import NOT_FOUND, ApiError, accepted_status
 from driver.kube.client import KubeClient
 from driver.kube.get_and_list import list_claims, read_all, read_claim
-from driver.kube.types import GpuNodePlan, Node, Pod
+from driver.kube.types import GpuNodePlan, Node, OwnerReference, Pod
 from driver.model.plan import PATH
 
 JOBS = "/apis/batch/v1/jobs"
@@ -104,6 +104,12 @@ class ChosenVictims(NamedTuple):
         del others[namespace]
         return ", ".join([*mine, *(f"{count} of namespace {name}" for name, count in sorted(others.items()))])
 
+    def limit(self, evictor: Evictor) -> str | None:
+        """Why a limit of the controller or of a policy forbids to evict these now; None: it does not."""
+        if evictor.has_lost_pods(self.pod):
+            return "the owner of the waiting pod has lost a pod in this way within an hour"
+        return evictor.recent.limit(self.victims, self.moves)
+
     def use_alone(self, client: KubeClient, victim: Pod) -> bool:
         """Whether no other pods than these use the claims of ``victim`` now. Raises ApiError."""
         uids = {pod.metadata.uid for pod, _ in self.victims}
@@ -172,13 +178,18 @@ def preview_of(search: PreemptionSearch, evictor: Evictor | None) -> Preview:
 def _beyond_owner_limit(running: RunningPods, units: Iterable[Iterable[Pod]]) -> Iterator[tuple[str, ...]]:
     """Of owners of which too many are among ``units``, on each node the units beyond the cheapest ones that such an
     owner may lose; else there would be a search for each node."""
-    counts = Counter(owner for unit in units for owner in {pod.controller for pod in unit})
+    counts = _units_by_owner(units)
     owners, counted = {owner for owner, count in counts.items() if count > MOST_OF_OWNER}, Counter[Any]()
     for (node, pods), unit in sorted(running.units.items(), key=lambda item: item[1].cost):
         for owner in owners.intersection(pod.controller for pod in running.of_units([unit])):
             counted[node, owner] += 1
             if counted[node, owner] > MOST_OF_OWNER:
                 yield pods
+
+
+def _units_by_owner(units: Iterable[Iterable[Pod]]) -> Counter[OwnerReference | None]:
+    """How many of ``units`` have pods of each owner."""
+    return Counter(owner for unit in units for owner in {pod.controller for pod in unit})
 
 
 def _of_other_drivers(search: PreemptionSearch) -> Sequence[str]:
@@ -196,7 +207,7 @@ def protection_of(
     """Why these pods must not be evicted, or None; those of a unit can only go together. ``read``: as for
     ``Evictor.protection``."""
     if evictor is None:
-        counts = Counter(owner for unit in units for owner in {pod.controller for pod in unit}).items()
+        counts = _units_by_owner(units).items()
         return next(filter(None, (owner_limit(owner, 0, count) for owner, count in counts if owner is not None)), None)
     pods = [pod for unit in units for pod in unit]
     unit_of = {pod.metadata.uid: unit[0].metadata.uid for unit in units for pod in unit}

@@ -241,9 +241,9 @@ class Preemptions:
             return False
         self._evictor.recent.refresh()
         running, by_policy = read_running(self._client), GpuPolicies(policies)
+        gpus, fleet = reserved_gpus(queue, reserved), queue.feasibility.fleet.gpus
         for uids, pod in pods.items():
-            gpus = [gpu for gpu, of in reserved_gpus(queue, reserved).items() if of == uids]
-            seen = queue.on(Fleet.of(queue.feasibility.fleet.gpus[gpu] for gpu in gpus))
+            seen = queue.on(Fleet.of(fleet[gpu] for gpu, of in gpus.items() if of == uids))
             search = PreemptionSearch(seen, pod, running, by_policy, self._client.clock)
             search.count_ending()
             preview = preview_of(search, self._evictor)
@@ -350,9 +350,7 @@ class Preemptions:
 
     def _obstacle(self, chosen: ChosenVictims, *, is_reserved: bool) -> str | None:
         """Why these are not evicted now; None: the API server agrees to each eviction. Raises ApiError."""
-        if self._evictor.has_lost_pods(chosen.pod):
-            return "the owner of the waiting pod has lost a pod in this way within an hour"
-        if (limit := self._evictor.recent.limit(chosen.victims, chosen.moves)) is not None:
+        if (limit := chosen.limit(self._evictor)) is not None:
             return limit
         try:
             for victim, _ in chosen.victims:

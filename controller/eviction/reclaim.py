@@ -79,11 +79,12 @@ class IdlePods:
                 if pod.metadata.uid not in self._spared:
                     self._evictor.count(Trigger.RECLAIM, Outcome.DRY_RUN)
             return {pod.metadata.uid for pod, _ in victims}
+        unit = str(victims[0][0].metadata.key) if victims[1:] else ""
         try:
             for is_rehearsal in (True, False):
                 for pod, policy in victims if obstacle is None else ():
                     name = policy.metadata.name
-                    cause = EvictionCause(policy=name, unit=str(victims[0][0].metadata.key) if victims[1:] else "")
+                    cause = EvictionCause(policy=name, unit=unit)
                     is_there = self._evictor.evict(pod, Trigger.RECLAIM, is_rehearsal=is_rehearsal, **cause)
                     if is_there and not is_rehearsal:
                         text = f"evicted by GpuPolicy {name}: its devices are idle"

@@ -59,7 +59,6 @@ PROBE_INTERVAL_SECONDS = 0.005
 DECISION_CATCH_UP_SECONDS = 2.0
 """Longest time that a decision waits for the cache of claims."""
 
-
 MAX_RESERVED_SECONDS = 7200.0
 """No reservation lasts longer: one that seems to was made before the API server's clock was set back."""
 

@@ -114,9 +114,7 @@ def _why_not_now(search: PreemptionSearch, preemption: Preemption, evictor: Evic
     if not chosen.is_active:
         names = ", ".join(sorted({policy.metadata.name for _, policy in chosen.victims}))
         return f"their policies only report it (mode or action): {names}"
-    if evictor.has_lost_pods(search.pod):
-        return "the owner of the waiting pod has lost a pod in this way within an hour"
-    return evictor.recent.limit(chosen.victims)
+    return chosen.limit(evictor)
 
 
 def _as_json(preview: Preview, second: Preemption | None) -> dict[str, Any]:
